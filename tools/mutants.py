@@ -54,6 +54,7 @@ ROOMS = {  # a package, and the tests that are asked, the likeliest first
         "train/test_every_optimizer.py",
         "train/test_row_sparse.py",
         "mxnet/test_mxnet_optimizers.py",
+        "mxnet/test_mxnet_errors.py",
         "mxnet/test_mxnet_reference.py",
         "checkpoint/test_checkpoint.py",
         "house/test_public_names.py",

@@ -300,7 +300,7 @@ def multibox_target(
         boxes = labels[matches.clip(0)]
         at, size = _centers(anchors)
         to, new_size = _centers(boxes[:, 1:5])
-        targets = jnp.concatenate([(to - at) / size, jnp.log(jnp.where(new_size > 0, new_size, 1) / size)], 1)
+        targets = jnp.concatenate([(to - at) / size, jnp.log(new_size / size)], 1)  # used of boxes with an area
         targets = jnp.where(is_positive[:, None], targets / jnp.array([variances], anchors.dtype), 0)
         masks = jnp.broadcast_to(is_positive[:, None], targets.shape).astype(anchors.dtype)
         classes = jnp.where(is_positive, boxes[:, 0] + 1, jnp.where(is_negative, 0, ignore_label))

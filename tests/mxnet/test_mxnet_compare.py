@@ -72,15 +72,3 @@ def test_other_shapes_and_numbers_that_are_none(load):
     assert (found.name, found.max_abs) == ("_mul0", np.inf)
     arrays = load.arrays | {"dense_output": np.full_like(load.arrays["dense_output"], np.nan)}
     assert load().compare(arrays).name == "dense"
-
-
-@pytest.mark.slow
-def test_a_reference_of_another_network(load):
-    with pytest.raises(ValueError, match="no array is given for input 'data'"):
-        load().compare({"conv_output": load.arrays["conv_output"]})
-    with pytest.raises(ValueError, match=r"no output of the network, but \['data', 'x_output'\]"):
-        load().compare({"data": load.arrays["data"], "x_output": np.zeros(3)})
-    with pytest.raises(ValueError, match="params has no 'conv_weight'"):
-        load().compare(load.reference, {})
-    with pytest.raises(FileNotFoundError):
-        load().compare("none.params")

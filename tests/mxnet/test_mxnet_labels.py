@@ -142,15 +142,10 @@ def test_two_losses_of_two_labels_and_of_one(tmp_path):
                 np.testing.assert_allclose(outputs, jax.nn.softmax(DATA @ ARRAYS["fc_weight"].T), rtol=1e-5)
 
 
-def test_a_label_of_which_a_part_is_given(tmp_path):
-    """Else its loss would be left out without a word."""
+def test_a_label_of_two_inputs(tmp_path):
     net = network(lambda net: net.add("elemwise_mul", "l", "label", "mask"))
     model = mxnet.load_symbol(symbol_of(tmp_path, *net.nodes))
     whole = {"data": DATA, "label": np.ones(6), "mask": np.ones(6)}
-    for missing in ("label", "mask"):
-        some = {name: array for name, array in whole.items() if name != missing}
-        with pytest.raises(ValueError, match=f"SoftmaxOutput 'out' needs 'label', 'mask', .* given for '{missing}'"):
-            model.apply(ARRAYS, some)
     assert jax.tree.all(jax.tree.map(np.array_equal, model.apply(ARRAYS, whole), model.apply(ARRAYS, DATA)))
 
 
@@ -161,14 +156,6 @@ def test_a_label_that_outputs_are_computed_of_is_needed(tmp_path):
     with pytest.raises(ValueError, match="for input 'label': it is a label, and output 'shown_output' is computed of"):
         model.apply(ARRAYS, DATA)
     assert model.apply(ARRAYS, DATA, np.ones(6))[1].tolist() == [1] * 6
-    loss = Symbol()
-    scores = loss.add("FullyConnected", "fc", "data", "fc_weight", "fc_bias", num_hidden=3)
-    loss.add("MakeLoss", "loss", loss.add("smooth_l1", "l1", loss.add("elemwise_sub", "gap", scores, "label")))
-    model = mxnet.load_symbol(symbol_of(tmp_path, *loss.nodes))
-    with pytest.raises(ValueError, match="no array is given for input 'label'"):
-        model.apply(ARRAYS, DATA)
-    with pytest.raises(ValueError, match="the shape of 'label' is unknown; give it too"):
-        model.shapes(data=(6, 4))
 
 
 def test_the_data_as_a_label(tmp_path):

@@ -146,6 +146,38 @@ def test_each_operator_after_a_convolution(op, attrs, more, tmp_path):
     check(symbol_of(tmp_path, *nodes, heads=heads, version=0), arrays, [n for n in names if "moving" in n])
 
 
+def test_a_network_with_its_channels_last(tmp_path):
+    """One network in both layouts: each operator's axis is another one there, and shapes are those of the layout."""
+    # Its images are (2, 3, 6, 6), and its layers have heights and widths of their own: a wrong axis has another length.
+    variables = ("x", "c_weight", "c_bias", "b_gamma", "b_beta", "b_moving_mean", "b_moving_var")
+    nodes = [
+        *(node("null", name) for name in variables),
+        node("Convolution", "c", 0, 1, 2, kernel=(3, 2), num_filter=4, pad=(1, 0)),  # (2, 4, 6, 5)
+        node("BatchNorm", "b", 7, 3, 4, 5, 6, fix_gamma=False),
+        node("Pooling", "p", 8, kernel=(3, 2), stride=(1, 2), pool_type="avg"),  # (2, 4, 4, 2)
+        node("Concat", "wide", 9, 9, dim=3),
+        node("Concat", "high", 10, 10, dim=2),  # (2, 4, 8, 4)
+        node("SliceChannel", "parts", 11, num_outputs=4, axis=2),
+        node("SliceChannel", "squeezed", 11, num_outputs=8, axis=2, squeeze_axis=True),
+        node("softmax", "out", (12, 3), axis=1),
+    ]
+    heads = [[8, 0], [11, 0], [13, 1], [14, 0]]
+    path = symbol_of(tmp_path, *nodes, heads=heads, version=0)
+    plain, model = mxnet.load_symbol(path), mxnet.load_symbol(path, layout="NHWC")
+    shapes = plain.shapes(x=(2, 3, 6, 6))
+    assert shapes["c_weight"] == (4, 3, 3, 2)
+    assert model.shapes(x=(2, 6, 6, 3)) == shapes | {"x": (2, 6, 6, 3), "c_weight": (3, 2, 3, 4)}
+    arrays = {n: jnp.asarray(rule(n, shape, "u" if "var" in n else "n")) for n, shape in shapes.items()}
+    state = {n: arrays.pop(n) for n in variables[5:]}
+    turned = arrays | {"x": last(arrays["x"]), "c_weight": arrays["c_weight"].transpose(2, 3, 1, 0)}
+    (expected, _), (found, _) = jax.jit(lambda a, b: (apply(plain, a, state, False), apply(model, b, state, False)))(
+        arrays, turned
+    )
+    assert [out.shape for out in expected] == [(2, 4, 6, 5), (2, 4, 8, 4), (2, 4, 4), (2, 4, 2, 4)]
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, last(b), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in OPERATORS if any(len(s) == 4 for s, _ in CASES[n]["arrays"].values())])
 def test_the_operators_of_images(name, tmp_path):

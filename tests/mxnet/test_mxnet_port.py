@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from random_symbols import NAMES, SHAPE, random_symbol
-from symbols import CASES, MORE, node, parts_of, save, symbol_of, write
+from symbols import CASES, MORE, Symbol, node, parts_of, save, symbol_of, write
 from world import mostly_slow
 
 from jaxpar import checkpoint, mxnet, viz
@@ -148,6 +148,95 @@ def test_an_mlp_is_a_loop_and_its_dropout_that_of_the_symbol(tmp_path):
         module["apply"](params, jnp.ones((5, 6)), train=True)
 
 
+def normalized(names):
+    """Convolutions with BatchNorm and ReLU, each of which gets what the one before got and gave."""
+    net = Symbol()
+    at = net.var("data")
+    for name in names:
+        statistics = [f"{name}_bn_{end}" for end in ("gamma", "beta", "moving_mean", "moving_var")]
+        out = net.add("Convolution", name, at, f"{name}_weight", kernel=(3, 3), pad=(1, 1), num_filter=4, no_bias=True)
+        out = net.add(
+            "Activation", f"{name}_act", net.add("BatchNorm", f"{name}_bn", out, *statistics), act_type="relu"
+        )
+        at = net.add("Concat", f"{name}_cat", at, out, dim=1)
+    return net.nodes
+
+
+def activated(name):
+    """A dense layer in an activation, which are one line of the module where that fits."""
+    net = Symbol()
+    net.add("Activation", "act", net.add("FullyConnected", name, "x", f"{name}_weight", f"{name}_bias", num_hidden=6))
+    net.nodes[-1]["attrs"]["act_type"] = "relu"
+    return net.nodes
+
+
+FITS = "d" * (88 - len('jax.nn.relu(dense(net, x, "", 6))'))  # with this name the activated layer has 88 characters
+WRITTEN = {
+    "a loop": (
+        mlp(),
+        """\
+def dense_relu_dropout(net, x, name, key):
+    \"""FullyConnected, Activation, Dropout: 4 times in the network.\"""
+    x = jax.nn.relu(dense(net, x, name, 6))
+    return dropout(net, x, key, p=0.4)
+
+
+def network(net, data):
+    x = data
+    for name, key in (("fc1", 5), ("fc2", 10), ("fc3", 15), ("out", 20)):
+        x = dense_relu_dropout(net, x, name, key)
+    return jax.nn.softmax(x.reshape(x.shape[0], -1)).reshape(x.shape)""",
+    ),
+    "densely connected layers": (
+        normalized(["c1", "c2"]),
+        """\
+def dense_layer(net, x, n):
+    \"""Convolution, BatchNorm, Activation, Concat: 2 times in the network.\"""
+    y = convolution(net, x, f"c{n}", 4, kernel=3, pad=1, no_bias=True)
+    y = jax.nn.relu(batch_norm(net, y, f"c{n}_bn", eps=0.001, fix_gamma=True, by="moving"))
+    return jnp.concatenate([x, y], axis=1)
+
+
+def network(net, data):
+    x = dense_layer(net, data, 1)
+    return dense_layer(net, x, 2)""",
+    ),
+    "a call that is too long for a line, and for two": (
+        normalized(["long " * 8]),
+        f"""\
+def network(net, data):
+    x = convolution(
+        net, data, "{"long " * 8}", 4, kernel=3, pad=1, no_bias=True
+    )
+    x = batch_norm(
+        net,
+        x,
+        "{"long " * 8}_bn",
+        eps=0.001,
+        fix_gamma=True,
+        by="moving",
+    )
+    x = jax.nn.relu(x)
+    return jnp.concatenate([data, x], axis=1)""",
+    ),
+    "88 characters": (
+        activated(FITS),
+        f'def network(net, x):\n    return jax.nn.relu(\n        dense(net, x, "{FITS}", 6)\n    )',
+    ),
+    "89 characters": (
+        activated(f"{FITS}d"),
+        f'def network(net, x):\n    x = dense(net, x, "{FITS}d", 6)\n    return jax.nn.relu(x)',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_how_layers_are_written(name, tmp_path):
+    nodes, expected = WRITTEN[name]
+    text = mxnet.port(symbol_of(tmp_path, *nodes))
+    assert text.partition("in state}, state\n")[2].partition("def apply(")[0].strip() == expected
+
+
 OF_PYTHON_OR_THE_MODULE = ("net", "x", "class", "dense", "n", "1st", "y")
 HOSTILE = ('a"; import os; "', "a{net.__class__}", "a\\", "a\nb", "{s[0].value}", "it's", "007", "\u2028x", "a1b02")
 
@@ -229,7 +318,6 @@ def with_operators_of_ones_own():
     ]
 
 
-@pytest.mark.slow
 def test_operators_of_ones_own(tmp_path):
     path, own = symbol_of(tmp_path, *with_operators_of_ones_own(), heads=[[n, 0, 0] for n in (2, 4, 8, 9)]), {}
     with pytest.raises(ValueError, match=r"Halved in 'a'; .* Give operators={name: function}, and .* --operator NAME"):

@@ -54,22 +54,6 @@ def test_apply_is_pure(model):
     np.testing.assert_allclose(by_row, out, rtol=1e-4)
 
 
-def test_arguments_of_apply(model):
-    missing = {n: a for n, a in model.params.items() if n != "fc_bias"}
-    for run, words in (
-        (lambda: model.apply(missing, IMAGES), "params has no 'fc_bias'"),
-        (lambda: model.apply({**model.params, "fc": 1.0}, IMAGES), "params has 'fc', which the network has not"),
-        (lambda: model.apply(model.params), "no array is given for input 'data'"),
-        (lambda: model.apply(model.params, {"dat": IMAGES}), r"no input 'dat'; it has \['data', 'softmax_label'\]"),
-        (lambda: model.apply(model.params, IMAGES, 1, 2), "3 inputs are given"),
-        (lambda: model.apply(model.params, IMAGES, state={}), "state has no 'bn_moving_mean'"),
-        (lambda: model.shapes(dat=(1, 3, 9, 9)), "no 'dat'"),
-        (lambda: model.shapes(), "shape of 'data' is unknown"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            run()
-
-
 def test_shapes_without_params(tmp_path):
     model = mxnet.load_symbol(write(tmp_path, "lenet 1"))
     assert (model.params, model.state) == ({}, {})
@@ -125,11 +109,9 @@ def test_an_axis_of_minus_one_meant_all_axes_before_0_9_5(tmp_path):
         assert mxnet.load_symbol(path).apply({}, jnp.array([[1.0, 2], [4, 3]])).tolist() == expected
 
 
-def test_operators_that_are_missing_or_ones_own(tmp_path):
+def test_operators_of_ones_own(tmp_path):
     nodes = [node("null", "x"), node("Twice", "a", 0, by=3), node("Twice", "b", 1), node("Odd", "c", 2)]
     path = symbol_of(tmp_path, *nodes)
-    with pytest.raises(ValueError, match=r"Twice in 'a', 'b'; Odd in 'c'\. Give operators="):
-        mxnet.load_symbol(path)
 
     def twice(x, *, by: int = 2):
         return x * by
@@ -139,44 +121,14 @@ def test_operators_that_are_missing_or_ones_own(tmp_path):
 
 
 @pytest.mark.slow
-def test_dropout_needs_a_key(tmp_path):
+def test_dropout_is_drawn_by_the_key(tmp_path):
     path = symbol_of(tmp_path, node("null", "x"), node("Dropout", "d", 0, p=0.5, axes=(1,)))
     model, x = mxnet.load_symbol(path), jnp.ones((40, 5))
     assert (model.apply({}, x) == 1).all()
-    with pytest.raises(ValueError, match="Dropout: rng must be a random key"):
-        model.apply({}, x, train=True)
     out, _ = model.apply({}, x, train=True, rng=0)
     assert set(np.unique(out)) == {0, 2}
     assert (out == out[:, :1]).all()
     assert not np.array_equal(out, model.apply({}, x, train=True, rng=1)[0])
-
-
-@pytest.mark.parametrize(
-    ("attrs", "words"),
-    [
-        ({"num_hidden": "two"}, "attribute num_hidden must be of the form int, got 'two'"),
-        ({"num_hidden": "9" * 30}, "num_hidden must be"),
-        ({"flatten": "maybe"}, "attribute flatten must be of the form bool"),
-        ({"no_such": "1"}, "unknown attribute no_such='1'"),
-    ],
-)
-def test_attributes_that_are_wrong(attrs, words, tmp_path):
-    with pytest.raises(ValueError, match=words):
-        mxnet.load_symbol(dense(tmp_path, **attrs))
-
-
-def test_files_of_another_network(tmp_path, model):
-    (tmp_path / "w.params").write_bytes(checkpoint._mxnet_bytes({"arg:other": np.ones(2, np.float32)}))
-    with pytest.raises(checkpoint.CheckpointError, match="has no array 'fc_weight', 'fc_bias'"):
-        mxnet.load_symbol(dense(tmp_path), tmp_path / "w.params")
-    with pytest.raises(ValueError, match="unknown layout 'NCWH'; known are NCHW, NHWC"):
-        mxnet.load_symbol(dense(tmp_path), layout="NCWH")
-    with pytest.raises(FileNotFoundError):
-        mxnet.load_checkpoint(tmp_path / "case", 8)
-    with pytest.raises(TypeError, match="epoch must be"):
-        mxnet.load_checkpoint(tmp_path / "case", "3")
-    with pytest.raises(ValueError, match="MXNet saves no array of dtype complex64"):
-        model.save_params(tmp_path / "x", {**model.params, "fc_bias": np.ones(5, np.complex64)})
 
 
 X = '{"nodes": [{"op": "null", "name": "x"}, '
@@ -207,12 +159,6 @@ def test_what_is_no_symbol_file(content, tmp_path):
     path.write_text(content)
     with pytest.raises(checkpoint.CheckpointError, match=r"x-symbol\.json"):
         mxnet.load_symbol(path)
-
-
-def test_an_output_that_no_node_has(tmp_path):
-    model = mxnet.load_symbol(symbol_of(tmp_path, node("null", "x"), node("relu", "y", 0), heads=[[1, 10**9]]))
-    with pytest.raises(checkpoint.CheckpointError, match="relu 'y' has no output 1000000000"):
-        model.apply({}, jnp.ones(2))
 
 
 def test_no_cut_file_is_read(tmp_path):

@@ -214,9 +214,3 @@ def test_factors_of_old_files_and_frozen_params(tmp_path):
     state, _ = step(state, jnp.ones((4, 3)))
     assert (state.params["fc_bias"] == 0).all()
     assert (state.params["w"] < 1).all()
-
-
-def test_a_factor_that_is_no_number(tmp_path):
-    model = mxnet.load_symbol(symbol_of(tmp_path, node("null", "w", __lr_mult__="much", __init__="zeros")))
-    with pytest.raises(ValueError, match="lr_mult of 'w' must be of the form float, got 'much'"):
-        _ = model.lr_mult

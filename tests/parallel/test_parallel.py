@@ -37,22 +37,6 @@ def test_trees_and_numpy_arrays_are_split_too():
     assert parts[1]["image"].devices() == {jax.devices()[1]}
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (np.ones((10, 2)), "a batch of 10 cannot be divided by 4 devices; use a batch of 8 or 12, or even_split=False"),
-        (np.ones(3), "use a batch of 4, or even_split=False"),
-        ({"a": np.ones(4), "b": np.ones(8)}, r"must share the length of their first axis, got \[\(4,\), \(8,\)\]"),
-        (np.float32(1), "must share the length"),
-    ],
-)
-def test_what_cannot_be_split(data, message):
-    with pytest.raises(ValueError, match=message):
-        parallel.split_and_load(data, jax.devices()[:4])
-    with pytest.raises(ValueError, match="one or more different devices, got \\[\\]"):
-        parallel.split_and_load(data, [])
-
-
 def test_copies_have_memory_of_their_own():
     params = {"w": jnp.ones(3)}
     for device in jax.devices()[:2]:
@@ -64,8 +48,6 @@ def test_copies_have_memory_of_their_own():
     assert len(everywhere["w"].addressable_shards) == 4
     everywhere["w"].delete()
     np.testing.assert_array_equal(params["w"], np.ones(3))
-    with pytest.raises(ValueError, match="replicate: devices must be one or more different"):
-        parallel.replicate(params, [])
 
 
 @pytest.mark.parametrize("place", [[0], [0, 1, 2, 3], [1, 1], [3, 0, 3, 2, 1], list(range(8))], ids=str)
@@ -80,20 +62,6 @@ def test_allreduce(place, dtype):
         assert total.dtype == dtype
         np.testing.assert_array_equal(total, sum(given))
         np.testing.assert_array_equal(value, before)
-
-
-@pytest.mark.parametrize(
-    ("values", "error", "message"),
-    [
-        ([], ValueError, "values must be a list .* got a list of 0"),
-        ([jnp.ones(2), jnp.ones(3)], ValueError, r"value for key 0: expected shape \(2,\), got \(3,\)"),
-        ([jnp.ones(2), jnp.ones(2, int)], TypeError, "value 1: expected dtype float32, got int32"),
-        ([jnp.ones(2), None], TypeError, "value 1: expected an array, got None"),
-    ],
-)
-def test_what_cannot_be_summed(values, error, message):
-    with pytest.raises(error, match=message):
-        parallel.allreduce(values)
 
 
 @pytest.mark.parametrize("count", [1, 4, 8])
@@ -132,53 +100,8 @@ def test_spmd_donates():
     assert x.is_deleted()
 
 
-def test_spmd_says_what_is_wrong(engine):
-    run = parallel.spmd(lambda x: x, engine=engine, axis_name="i", devices=jax.devices()[:4])
-    with pytest.raises(ValueError, match=r"one entry for each of the 4 devices.*got shape \(8,\); reshape"):
-        run(jnp.ones(8))
-    with pytest.raises(ValueError, match="unknown engine 'xla'; known are pmap, shard_map"):
-        parallel.spmd(lambda x: x, engine="xla", axis_name="i")
-    with pytest.raises(ValueError, match="devices must be one or more different devices"):
-        parallel.spmd(lambda x: x, engine=engine, axis_name="i", devices=jax.devices()[:1] * 2)
-
-
-@pytest.mark.parametrize("engine", ["pmap", "shard_map"])
-@pytest.mark.parametrize(
-    ("axes", "args"),
-    [
-        ({"in_axes": (0, 0)}, 1),
-        ({"in_axes": (0,)}, 2),
-        ({"in_axes": ()}, 1),
-        ({"out_axes": (0, 0)}, 1),
-        ({"out_axes": (0,)}, 2),
-        ({"out_axes": (0, 0, None)}, 2),
-    ],
-)
-def test_a_tuple_of_axes_has_one_for_each(engine, axes, args):
-    """In the words of jax. No argument and no result is left out."""
-    run = parallel.spmd(lambda *x: x if len(x) > 1 else x[0], engine=engine, axis_name="i", **axes)
-    with pytest.raises(ValueError, match=r"tuple|Expected"):
-        run(*[jnp.ones(jax.local_device_count())] * args)
-
-
-@pytest.mark.parametrize("axes", [{"in_axes": 1}, {"in_axes": (0, -1)}, {"out_axes": 1}, {"in_axes": ({"a": 0},)}])
-def test_shard_map_takes_no_other_axis_for_the_first(axes):
-    with pytest.raises(ValueError, match=r"^spmd: engine 'shard_map' takes axes 0 and None, got .*; use engine='pmap'"):
-        parallel.spmd(lambda *args: args[0], engine="shard_map", axis_name="i", **axes)
-
-
-@pytest.mark.parametrize(
-    ("n", "error"), [(0, ValueError), (np.int64(-1), ValueError), (2.0, TypeError), (True, TypeError), ("4", TypeError)]
-)
-def test_a_number_of_devices_is_a_positive_int(n, error):
-    with pytest.raises(error, match=rf"use_cpu_devices: n must be an int from 1 to 4,096, got '?{n}"):
-        parallel.use_cpu_devices(n)
-
-
 def test_use_cpu_devices_after_jax_has_started():
     parallel.use_cpu_devices(len(jax.devices()))
-    with pytest.raises(RuntimeError, match=r"runs already, on 8 cpu.*restart.*kernel.*first"):
-        parallel.use_cpu_devices(3)
     assert len(jax.devices()) == 8
 
 

@@ -1,7 +1,6 @@
 """Rules that split parameters over a mesh, and the shardings that they give to a pytree."""
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -111,64 +110,12 @@ def test_then_uses_the_axes_that_are_left():
     assert rule("kernel", KERNEL, MESH) == P("model", "data")
 
 
-@pytest.mark.parametrize(
-    ("spec", "shape", "problem"),
-    [
-        (P("data"), (7, 4), "axis 0 is partitioned 2 times, but the dimension size is 7"),
-        (P(None, ("data", "model")), (7, 4), "axis 1 is partitioned 8 times, but the dimension size is 4"),
-        (P("data", None), (8,), "it has 2 entries for 1 dimensions"),
-        (P("date"), (8, 8), "date of P('date',) is not found in mesh: ('data', 'model')"),
-        (P("data", "data"), (8, 8), "duplicate entries for `data`"),
-        (P(("model", "data"), "data"), (8, 8), "duplicate entries for `data`"),
-        (P(P.UNCONSTRAINED), (8, 8), "a stored array needs a full layout"),
-        (P(unreduced={"data"}), (8, 8), "a stored array needs a full layout"),
-    ],
-)
-def test_a_spec_that_does_not_fit(spec, shape, problem):
-    where = re.escape(f"'dense/w' of shape {shape} cannot be split as {spec} on the mesh (data=2, model=4): ")
-    where += f".*{re.escape(problem)}"
-    for rule in (parallel.sharding_rules({"*/w": spec}), parallel.sharding_rules({}, default=spec)):
-        with pytest.raises(ValueError, match=where):
-            rule("dense/w", shape, MESH)
-    for given in (spec, {"dense": spec}, lambda path, shape, mesh: spec):
-        with pytest.raises(ValueError, match=where):
-            parallel.shardings_of({"dense": {"w": struct(*shape)}}, given, MESH)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: parallel.fsdp(min_size=-1), ValueError, "min_size must be an int of 0 or more"),
-        (lambda: parallel.fsdp(min_size=1.5), TypeError, "min_size must be an int of 0 or more"),
-        (lambda: parallel.fsdp(stacked_dims=-1), ValueError, "stacked_dims must be an int of 0 or more"),
-        (lambda: parallel.fsdp("batch")("a/b", KERNEL, MESH), ValueError, r"'a/b' of shape \(768, 3072\) .* 'batch'"),
-        (lambda: parallel.fsdp("batch")("a/b", (), MESH), ValueError, r"the mesh \(data=2, model=4\) lacks"),
-    ],
-)
-def test_what_is_no_rule(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
-
-
 PARAMS = {"dense": {"kernel": struct(*KERNEL), "bias": struct(*BIAS)}, "head": [struct(768, 10)]}
 
 
 def specs(shardings):
     assert all(sharding.mesh == MESH for sharding in jax.tree.leaves(shardings))
     return jax.tree.map(lambda sharding: sharding.spec, shardings)
-
-
-def test_a_pattern_that_decides_nothing_is_an_error():
-    with pytest.raises(ValueError, match=r"pattern 'dens/kernel' matches no parameter; near are \['dense/kernel', .*3"):
-        parallel.shardings_of(PARAMS, parallel.sharding_rules({"dense/*": P(), "dens/kernel": P()}), MESH)
-    hidden = parallel.sharding_rules({"*/kernel": P(), "dense/k*": P("model")})
-    with pytest.raises(ValueError, match=r"'dense/k\*' is never used, .* '\*/kernel' comes before .*'dense/k\*' first"):
-        parallel.shardings_of(PARAMS, hidden, MESH)
-    within = parallel.sharding_rules({"dense/*": parallel.sharding_rules({"head/*": P()})})
-    with pytest.raises(ValueError, match=r"pattern 'head/\*' matches no parameter"):
-        parallel.shardings_of(PARAMS, within, MESH)
-    with pytest.raises(ValueError, match=r"pattern 'head/\*' matches no parameter"):
-        parallel.shardings_of(PARAMS, {"dense": parallel.sharding_rules({"head/*": P()}), "head": None}, MESH)
 
 
 def test_a_pytree_prefix():
@@ -189,19 +136,6 @@ def test_a_pytree_prefix():
 OTHER = Mesh(np.array(jax.devices()[:2]), ("data",))
 
 
-@pytest.mark.parametrize(
-    ("given", "mesh", "error", "message"),
-    [
-        ("data", MESH, ValueError, "'dense/bias' .* has the sharding data, .* give that mesh, or a rule, a Part"),
-        (NamedSharding(OTHER, P()), MESH, ValueError, r"'dense/bias' .* not on the mesh \(data=2, model=4\)"),
-        (lambda *_: ("data",), MESH, TypeError, r"'dense/bias' .* expected a PartitionSpec, got \('data',\)"),
-    ],
-)
-def test_what_gives_no_shardings(given, mesh, error, message):
-    with pytest.raises(error, match=message):
-        parallel.shardings_of(PARAMS, given, mesh, where="kv")
-
-
 def test_what_the_parameters_come_with():
     explicit = Mesh(MESH.devices, MESH.axis_names, axis_types=(AxisType.Explicit,) * 2)
     params = {
@@ -217,8 +151,6 @@ def test_what_the_parameters_come_with():
     expected |= {"split": P("model"), "explicit": P("data"), "shape": P(("data", "model"))}
     assert specs(parallel.shardings_of(params, None, MESH)) == expected
     elsewhere = {"layer": jax.device_put(jnp.ones(8), NamedSharding(OTHER, P("data")))}
-    with pytest.raises(ValueError, match=r"'layer' of shape \(8,\) has the sharding .* not on the mesh \(data=2, mod"):
-        parallel.shardings_of(elsewhere, None, MESH)
     assert specs(parallel.shardings_of(elsewhere, P("model"), MESH)) == {"layer": P("model")}
 
 
@@ -229,8 +161,6 @@ def test_inside_jit():
         return jax.lax.with_sharding_constraint({"x": x}, shardings)
 
     assert split(jnp.ones(1024))["x"].sharding.spec == P("data")
-    with pytest.raises(ValueError, match=r"the sharding of 'x' is not known under jit and in train\.plan; give a"):
-        jax.jit(lambda x: parallel.shardings_of({"x": x}, None, MESH))(jnp.ones(8))
 
 
 def test_parameters_are_made_where_they_belong():
@@ -265,9 +195,6 @@ def test_metadata_of_linen():
     store = kv.from_params(params)
     assert kv.names(store) == {0: "params/bias", 1: "params/kernel"}
     assert linen.get_partition_spec(kv.to_params(store)) == given
-    wrong = linen_params(linen.with_partitioning, ("data", "modle"))
-    with pytest.raises(ValueError, match=r"metadata of Flax: 'params/kernel' .*modle"):
-        parallel.shardings_of(wrong, None, MESH)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Flax

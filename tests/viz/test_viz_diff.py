@@ -191,24 +191,6 @@ def test_networks_in_other_forms():
     assert len(names) > 4
 
 
-@pytest.mark.parametrize(
-    ("networks", "options", "message"),
-    [
-        ((mlp, MLP), {}, r"the first network must be \(fn, args\), such as \(apply, .*write its arguments"),
-        (((mlp, PARAMS, X), MLP), {}, r"the first network must be .* got \(.*a dict"),
-        (((mlp, X), MLP), {}, r"got \(.*float32\[32,64\]\)"),
-        (((mlp,), MLP), {}, "the first network must be"),
-        ((("mlp", (PARAMS, X)), MLP), {}, "expected a function"),
-        ((MLP, 3), {}, "the second network must be .* got 3"),
-        ((MLP, MLP), {"title": 3}, "diff: title must be a string"),
-        ((MLP, MLP), {"depth": "a"}, "depth must be an int"),
-    ],
-)  # fmt: skip
-def test_what_is_no_network(networks, options, message):
-    with pytest.raises(TypeError, match=message):
-        viz.diff(*networks, **options)
-
-
 def test_a_repeat_without_a_name_has_what_is_in_it():
     def net(params, x):
         for up, down in params:

@@ -30,12 +30,6 @@ def test_shapes_by_name_stand_for_arrays():
     assert [node.name for node in own.inputs] == ["shape['x'][0]"]
 
 
-@pytest.mark.parametrize("shapes", [(2, 28, 28, 1), {"pictures": (2, 28, 28, 1)}, {"images": "28x28"}])
-def test_shapes_that_name_no_argument_are_refused(shapes):
-    with pytest.raises(TypeError, match=r"shape"):
-        viz.trace(lenet.apply, LENET, shape=shapes)
-
-
 @pytest.fixture
 def model(tmp_path):
     net = Symbol()

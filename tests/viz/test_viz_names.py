@@ -199,6 +199,13 @@ def test_an_nnx_training_step_returns_what_it_changes():
     assert not any("wrap" in node.op for node in graph.layers)
 
 
+def test_a_variable_of_nnx_alone_is_drawn_as_its_array():
+    w, x = jnp.ones((3, 3)), jnp.ones((2, 3))
+    for weight in (w, nnx.Param(w)):
+        (layer,) = viz.trace(lambda w, x: x @ w[...], weight, x).layers
+        assert (layer.name, layer.weights) == ("fullyconnected0", ("w",))
+
+
 @pytest.mark.slow
 def test_scanned_nnx_layers_and_modules_that_are_no_pytrees():
     graph = viz.trace(Scanned(3, nnx.Rngs(0)), m.Spec((5, SIZE), f32))

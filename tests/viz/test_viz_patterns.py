@@ -161,24 +161,3 @@ def test_where_decides_and_several_results_may_be_read():
     refused = viz.Pattern("Turn", turn, where=lambda cells, values: bool(seen.append(len(values))))
     assert ("Turn", "") not in labels(turn, X, X, rules=[refused])
     assert set(seen) == {2}
-
-
-PATTERN, CALL = "a viz.Pattern has a string op and a function that computes it, got", "op of a viz.Call must be strings"
-
-
-@pytest.mark.parametrize(
-    ("rule", "error", "message"),
-    [
-        (viz.Pattern(3, jnp.sin), TypeError, PATTERN),
-        (viz.Pattern("Sine", "sin"), TypeError, PATTERN),
-        (viz.Pattern("Mine", lambda x: x.reshape(5, 7)), ValueError, r"'Mine' cannot be traced with x: \(4, 8\)"),
-        (viz.Pattern("Mine", lambda x: (jnp.sin(x), jnp.cos(x))), ValueError, "each result of .*'Mine' must be a step"),
-        (viz.Call(3, "Attention"), TypeError, f"{CALL}, got 3"),
-        (viz.Call("attend", None), TypeError, f"{CALL}, got None"),
-        (viz.Rule("mine", frozenset(), 3), TypeError, "match of viz.Rule 'mine' must be a function of cells, got 3"),
-        (viz.Rule("mine", frozenset(), lambda *_: 5), TypeError, "'mine' must return a viz.Fold or None, got 5"),
-    ],
-)
-def test_a_rule_that_is_none_is_named(rule, error, message):
-    with pytest.raises(error, match=message):
-        viz.trace(jnp.sin, X, rules=[rule])

@@ -128,11 +128,6 @@ def test_options_are_in_the_text():
     assert drawn("lenet").source.startswith("digraph lenet {")
 
 
-def test_an_unknown_name():
-    with pytest.raises(AttributeError, match=r"'jaxpar\.viz' has no attribute 'plot'"):
-        viz.plot  # noqa: B018
-
-
 def pixels(shown):
     data = base64.b64decode(shown["image/png"])
     assert data.startswith(b"\x89PNG")

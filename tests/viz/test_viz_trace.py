@@ -57,6 +57,12 @@ def test_lenet_is_the_layers_of_mxnets_plot():
     assert len(graph.weights) == 8
 
 
+def test_equations_are_those_of_the_jaxpr():
+    fn = lambda w, x: jax.lax.sin(x @ w) - 1.0  # noqa: E731
+    args = m.Spec((4, 4), m.f32), m.Spec((2, 4), m.f32)
+    assert viz.trace(fn, *args).equations == len(jax.make_jaxpr(fn)(*args).eqns) == 3
+
+
 def test_matrix_factorization_with_its_loss():
     params, user, item = m.factorization()
     assert ops(viz.trace(matrix_factorization.apply, params, user, item)) == ["Embedding", "Embedding", "mul", "sum"]

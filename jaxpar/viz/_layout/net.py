@@ -463,7 +463,7 @@ def _node(raw: Raw, draft: Draft, name: str, shapes: _Shapes, params: int, state
 def leaf_of(value: Value) -> str:
     """The path of a leaf in its argument, for people.
 
-    >>> leaf_of(Value((), "int32", 4, "input", "batch['image'].data[0]", group="batch"))
+    >>> leaf_of(Value((), "int32", 4, "input", 0, "batch['image'].data[0]", group="batch"))
     'image.data[0]'
     """
     return re.sub(r"\['([^']*)'\]", r".\1", value.name.removeprefix(value.argument)).lstrip(".")

@@ -49,7 +49,7 @@ def name_of(argument: str, entries: Sequence[Any]) -> str:
 def without_value(entries: Sequence[Any]) -> list[Any]:
     """The entries of a path without the last one of a Flax Variable."""
     entries = list(entries)
-    if len(entries) > 1 and getattr(entries[-1], "name", None) in _VALUES:
+    if entries and getattr(entries[-1], "name", None) in _VALUES:
         entries.pop()
     return entries
 

@@ -120,7 +120,7 @@ class _Reader:
         number = len(self.raw.values)
         shape, dtype = tuple(getattr(aval, "shape", ())), dtype_name(aval)
         shown = number if root is None else root
-        self.raw.values.append(Value(shape, dtype, nbytes(aval), kind, name, literal, None, shown))
+        self.raw.values.append(Value(shape, dtype, nbytes(aval), kind, shown, name, literal))
         return number
 
     def value_of(self, env: dict[Any, int], atom: object) -> int:
@@ -265,7 +265,7 @@ class _Reader:
         first, number, root = self.raw.values[value], len(self.raw.values), value
         if self.raw.of(value).kind in ("const", "literal"):
             self.raw.first_pass[number], root = value, number
-        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, "op", root=root))
+        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, "op", root))
         return number
 
     def counter(self, value: int) -> int:
@@ -273,7 +273,7 @@ class _Reader:
         first, number = self.raw.values[value], len(self.raw.values)
         constant = self.raw.of(value).kind in ("const", "literal")
         kind, root = ("const", number) if constant else ("op", value)
-        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, kind, root=root))
+        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, kind, root))
         return number
 
     def add_branches(self, eqn: jex.JaxprEqn, env: dict[Any, int], context: Context) -> None:

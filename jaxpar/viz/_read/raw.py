@@ -26,10 +26,10 @@ class Value:
     dtype: str
     bytes: int
     kind: str  # "op", "input", "weight", "const" or "literal"
+    root: int  # the value that it shows, where it is a view. Else its own number.
     name: str = ""
     literal: Any = None
     producer: int | None = None  # the id of the equation that computes it
-    root: int = -1  # the value that it shows, where it is a view. Else its own number.
     path: tuple[str, ...] = ()  # of an argument: its modules and its own name
     state: bool = False  # whether it is a weight that no optimizer trains
     group: str = ""  # of an argument: the name of the tree that it is a leaf of
@@ -261,7 +261,7 @@ def _computes_nothing(eqn: Eqn, numbers: list[Any]) -> bool:
 def _flattens(eqn: Eqn) -> bool:
     """Whether a reshape keeps the first axis and joins the others. A gradient splits them."""
     shape, new = (eqn.out_shape, eqn.in_shapes[0]) if eqn.backward else (eqn.in_shapes[0], eqn.out_shape)
-    return len(shape) > 2 and len(new) == 2 and shape[0] == new[0] and sum(d != 1 for d in shape[1:]) > 1
+    return len(new) == 2 and sum(d != 1 for d in shape[1:]) > 1 and shape[0] == new[0]
 
 
 def _wrapped_index(raw: Raw, eqn: Eqn) -> int | None:
