@@ -44,6 +44,16 @@ def to_page(graph: Graph, options: Options, depth: int | None, time_limit: float
     )
 
 
+_WITHOUT_SCRIPT = "main,.tools{display:none}noscript{flex:1;overflow:auto}noscript svg{max-width:100%;height:auto}"
+_FOR_HOVERING = re.compile(r"<!--.*?-->\n?|<title>.*?</title>\n?|</?a\b[^>]*>\n?| xmlns:xlink=\"[^\"]*\"", re.DOTALL)
+
+
+def with_still(page: str, svg: str) -> str:
+    """A page that shows Graphviz's SVG to a reader without scripts, without what only a mouse finds."""
+    still = _FOR_HOVERING.sub("", svg[svg.find("<svg") :])
+    return page.replace("<noscript>", f"<noscript>{still}<style>{_WITHOUT_SCRIPT}</style>", 1)
+
+
 def to_frame(page: str, title: str, still: str) -> str:
     """The page for a notebook, in a frame.
 
