@@ -17,13 +17,13 @@ _SHAPE = 60.0  # the length of a shape, where arrows go to the right
 _FRAME, _TITLE = 10.0, 27.0  # above a frame, and below it with its name
 _BESIDE = 22.0  # between two boxes of a row
 _LEGEND = 75.0  # below the network
-_SCREEN = (1600.0, 1125.0)  # points of a picture that a screen of 1280 × 900 pixels shows at 60 %
+WIDEST, HIGHEST = 1600.0, 1125.0  # points of a picture that a screen of 1280 × 900 pixels shows at 60 %
 
 
 def fits_screen(graph: Graph, options: Options) -> bool:
     """Whether a picture is one screen, at a scale of 60 % or more."""
     width, height = extent(graph, options)
-    return width <= _SCREEN[0] and height <= _SCREEN[1]
+    return width <= WIDEST and height <= HIGHEST
 
 
 def extent(graph: Graph, options: Options) -> tuple[float, float]:
@@ -41,27 +41,29 @@ def extent(graph: Graph, options: Options) -> tuple[float, float]:
     scopes = {node.name: tuple(path for path in paths_of(node.scope) if path in framed) for node in nodes}
 
     # A gradient stands beside its layer, and its arrows go down.
-    beside = {name: layer.name for name, layer in layer_of(nodes).items()}
     place = {node.name: at for at, node in enumerate(nodes)}
-    below: dict[str, set[str]] = {node.name: set() for node in nodes if node.name not in beside}
+    beside = {name: layer.name for name, layer in layer_of(nodes).items()}
+    row_at = {node.name: place[beside.get(node.name, node.name)] for node in nodes}
+    below: dict[int, set[int]] = {at: set() for at in row_at.values()}
     for edge in without_residuals(nodes, edges):
-        source, target = (beside.get(name, name) for name in (edge.source, edge.target))
+        source, target = row_at[edge.source], row_at[edge.target]
         if edge.source in beside and edge.target in beside:
             source, target = target, source
-        if source != target and not edge.carry and place[source] < place[target]:
+        if not edge.carry and source < target:
             below[target].add(source)
-    top: dict[str, float] = {}
-    row: dict[str, int] = {}
-    for name in order(below, place.__getitem__):
-        start, row[name] = 0.0, 0
-        for source in below[name]:
-            shared = len(common_prefix((scopes[source], scopes[name])))
-            frames = _FRAME * (len(scopes[source]) - shared) + _TITLE * (len(scopes[name]) - shared)
-            start, row[name] = max(start, top[source] + gap + frames), max(row[name], row[source] + 1)
-        top[name] = start + heights[name]
+    top: dict[int, float] = {}
+    row: dict[int, int] = {}
+    for at in order(below, lambda at: at):
+        scope, start, row[at] = scopes[nodes[at].name], 0.0, 0
+        for source in below[at]:
+            outside = scopes[nodes[source].name]
+            shared = len(common_prefix((outside, scope)))
+            frames = _FRAME * (len(outside) - shared) + _TITLE * (len(scope) - shared)
+            start, row[at] = max(start, top[source] + gap + frames), max(row[at], row[source] + 1)
+        top[at] = start + heights[nodes[at].name]
     full = dict[int, float]()
     for node in nodes:
-        number = row[beside.get(node.name, node.name)]
+        number = row[row_at[node.name]]
         full[number] = full.get(number, 0.0) + widths[node.name] + _BESIDE
     across, along = max(full.values(), default=0.0), max(top.values(), default=0.0)
     return (along, across + _LEGEND) if options.direction == "right" else (across, along + _LEGEND)

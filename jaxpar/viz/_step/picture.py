@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from ..._core.text import plural
 from .._draw import style
+from .._draw.extent import HIGHEST
 from .._draw.picture import Plot
 from .._draw.style import SMALL, Options, attributes, cut, ink, own_name, quote, scope_label, text_width
 from .._fold.cells import SENT
@@ -31,6 +32,7 @@ _SENT = "#c51b7d"
 _FITS, _TOO_MUCH = "#d6e4f2", "#d7301f"
 _AGAIN = "#1f6feb"
 _TALLEST = 150.0  # points, of the box with the most live bytes
+_CAPTION = 75.0  # points, of its lines
 _CARDS = 4  # at most that many are drawn
 _RESULTS = "results"  # the box with the names of the metrics
 _MOST_RESULTS = 4  # names in it
@@ -64,6 +66,11 @@ class StepPlot(Plot):
     def html(self) -> str:
         """The picture as a static page."""
         return self._static_page("")
+
+
+def fits_screen(step: StepGraph, network: Graph, options: Options) -> bool:
+    """Whether the picture of a step is as high as a screen of 1280 × 900 pixels at 60 %, or less."""
+    return _Drawing(step, network, options).height() <= HIGHEST
 
 
 @dataclass(slots=True, eq=False)
@@ -278,6 +285,11 @@ class _Drawing:
         back = [*self._devices(), *self._blocks(), *self._band()]
         ways = [*self._edges(), *self._turn(), *self._updates()]
         return [*self._head(), *back, *boxes, *self._inputs(), *ways, self._caption()]
+
+    def height(self) -> float:
+        """Of all of it, in points."""
+        highest = max(self.top + 7 * (self.cards - 1), self.results_y + size(self.results)[1] / 2)
+        return highest - self.bottom + _LINE + 12 + _CAPTION
 
     def _head(self) -> list[str]:
         """`nop2` draws nodes and edges where they say that they are."""

@@ -28,8 +28,8 @@ from .._function import check_picture, check_trace, read
 from .._graph import Graph
 from .._layout.collapse import FEW_BOXES, close_until
 from .._layout.net import Draft, Net, name_drafts, to_graph
-from .._program.hlo import parse
-from .._program.memory import memory_of
+from .._program.hlo import Program, parse
+from .._program.memory import StepMemory, memory_of
 from .._program.sends import KINDS, sends_of
 from .._trace import all_layers, close
 from .edges import arguments_of, device_count, edges_of, mesh_of
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Profile = Mapping[str, float] | str | os.PathLike[str]
 _HEATS = ("flop/byte", "memory")
 _MOST_NODES = 200  # layers in a picture
-_MOST_ROWS = 12  # of boxes, that a screen of 1280 × 900 pixels shows at 60 %
+_ROWS = (12, 10, 8, 6)  # of boxes, that a picture has at most until it fits a screen
 
 
 def trace_step(
@@ -109,8 +109,8 @@ def plot_step(
 
     Args:
         step, args, params_argnums, depth, repeats, rules: as for `trace_step`.
-        max_nodes: "screen": blocks are closed until a screen of 1280 × 900 pixels shows all at 60 %, unless `depth` or
-            `height` is given. An int or None: as for `trace_step`.
+        max_nodes: "screen": blocks are closed until a screen of 1280 × 900 pixels shows all at 60 %, unless `depth`,
+            `height` or times are given. An int or None: as for `trace_step`.
         title: the text below the picture, and the file name for `render`.
         heat: colours the layers: "flop/byte"; "memory", the live bytes while a layer runs; a dict {layer: seconds}; or
             the directory of a profile of `jax.profiler.trace`.
@@ -150,10 +150,13 @@ def plot_step(
             f"plot_step: heat must be one of {', '.join(_HEATS)}, a dict of layers and seconds, or the directory of a "
             f"profile, got {profile!r}"
         )
-    on_screen = max_nodes == "screen" and depth is None and height is None
+    on_screen = max_nodes == "screen" and depth is None and height is None and profile is None
     most = _MOST_NODES if max_nodes == "screen" else max_nodes
     options = (depth, most, repeats, rules)
-    graph, network = read_step(step, args, params_argnums, profile, options, on_screen=on_screen)
+    from .picture import fits_screen  # loads graphviz
+
+    fits = functools.partial(fits_screen, options=Options(title)) if on_screen else None
+    graph, network = read_step(step, args, params_argnums, profile, options, fits=fits)
     shown = str(heat) if named else "seconds" if profile is not None else None
     parts = (part for layer in (*graph.layers, *graph.optimizers) for part in (layer.forward, layer.backward) if part)
     if height is not None and all(part.peak is None for part in parts):
@@ -186,27 +189,55 @@ def read_step(
     profile: Profile | None,
     options: tuple[Any, ...],
     compiled: jax.stages.Compiled | None = None,
-    on_screen: bool = False,
+    fits: Callable[[StepGraph, Graph], bool] | None = None,
 ) -> tuple[StepGraph, Graph]:
     """The step and the network of the same function. Arguments and errors as of `trace_step`.
 
-    `compiled` is the program of the step, where there is one already. `on_screen` closes blocks until the rows of a
-    picture are few enough for a screen.
+    `compiled` is the program of the step, where there is one already. Blocks are closed until the picture `fits`.
     """
     check_trace(step, len(args), params_argnums, *options, what="trace_step")
     seconds_or_folder = _check_profile(profile)
     # Layers come from the trace; what is sent and what is live come from the compiled program. `Places` says which
     # instruction is of which layer.
-    net, compiled = _read(step, args, params_argnums, options, compiled, on_screen)
-    program, names = parse(compiled.as_text() or ""), name_drafts(net)
+    whole, compiled = _read(step, args, params_argnums, options, compiled)
+    program, depth, most = parse(compiled.as_text() or ""), *options[:2]
+    memory = memory_of(program, compiled)
+    # A picture that is too high is made again, of fewer rows.
+    rows = iter(_ROWS)
+    while True:
+        net = whole.copy()
+        close(net, depth, most)
+        graph, network = _graph_of(step, args, net, compiled, program, memory, seconds_or_folder)
+        if fits is None or fits(graph, network) or (fewer := next(rows, None)) is None:
+            return graph, network
+        close_until(whole, functools.partial(_has_rows, most=fewer), few=FEW_BOXES)
+
+
+def _has_rows(net: Net, most: int) -> bool:
+    """Whether a step has at most so many rows, one for each layer with a gradient."""
+    return len({draft.layer.at for draft in net.layers if draft.forward is not None}) <= most
+
+
+def _graph_of(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    net: Net,
+    compiled: jax.stages.Compiled,
+    program: Program,
+    memory_and_live: tuple[StepMemory | None, dict[str, int]],
+    seconds_or_folder: Mapping[str, float] | Path | None,
+) -> tuple[StepGraph, Graph]:
+    """The step and the network of one net, and the program that was compiled for it."""
+    mesh, devices = mesh_of(compiled, args), device_count(compiled)
+    memory, live = memory_and_live
+    names = name_drafts(net)
     places = Places(program, net, names)
     phases = places.phases
     if not any(row.backward for row in phases.rows):
         raise ValueError(
             f"trace_step: {_name(step)} computes no gradient. Give a whole training step, or draw it with plot_network"
         )
-    mesh, devices = mesh_of(compiled, args), device_count(compiled)
-    placing, (memory, live) = Placing(places), memory_of(program, compiled)
+    placing = Placing(places)
     part = functools.partial(_part, places, _peaks(places, live), _seconds(seconds_or_folder, places))
     leaf_names = [value.name for value in net.raw.values[: len(jax.tree.leaves(args))]]
     network = to_graph(net)
@@ -231,7 +262,6 @@ def _read(
     params_argnums: int | Sequence[int] | None,
     options: tuple[Any, ...],
     compiled: jax.stages.Compiled | None,
-    on_screen: bool,
 ) -> tuple[Net, jax.stages.Compiled]:
     """The layers of a step and its compiled program."""
     try:
@@ -240,11 +270,7 @@ def _read(
         if str(error).startswith("viz: "):  # an argument that is no array, an option
             raise
         raise _failure(step, args, "traced", error) from error
-    depth, most, repeats, rules = options
-    net = all_layers(raw, repeats, rules)
-    if on_screen:
-        close_until(net, _is_one_screen, few=FEW_BOXES)
-    close(net, depth, most)
+    net = all_layers(raw, *options[2:])
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
@@ -254,11 +280,6 @@ def _read(
     except Exception as error:
         raise _failure(step, args, "compiled", error) from error
     return net, compiled
-
-
-def _is_one_screen(net: Net) -> bool:
-    """Whether a screen shows the rows of a step, one for each layer with a gradient."""
-    return len({draft.layer.at for draft in net.layers if draft.forward is not None}) <= _MOST_ROWS
 
 
 def _failure(step: object, args: tuple[Any, ...], what: str, error: Exception) -> ValueError:
