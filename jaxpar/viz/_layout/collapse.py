@@ -108,10 +108,11 @@ def close_until(net: Net, fits: Callable[[Net], bool], *, room: int = MOST, few:
     # each, as long as nothing fits, the boxes are few, or one of them stands for most of the net.
     count = sum(draft.layers for draft in net.layers)
     best, divided = None, net.copy()
+    ways = (True, False) if few else (True,)  # by whole levels, or only the largest blocks
     for most in (None, *(room >> halved for halved in range(room.bit_length() - 1))):
         if most is not None:
             add_parts(divided, most)
-        closed = min((_opened(divided, fits, few, by_level) for by_level in (True, False)[: few + 1]), key=_most_hidden)
+        closed = min((_opened(divided, fits, few, by_level) for by_level in ways), key=_most_hidden)
         if fits(closed) and (best is None or _most_hidden(closed) < _most_hidden(best)):
             best = closed
         if best is not None and _boxes(best) >= few and (not few or 2 * _most_hidden(best)[0] <= count):
