@@ -369,8 +369,10 @@ def written_out(closed):
             consts, carry = scan_counts(params)
             carried, outs = lax.optimization_barrier(ins[consts : consts + carry]), []
             for at in range(params["length"]):
-                outs = run(params["jaxpr"], [*ins[:consts], *carried, *(xs[at] for xs in ins[consts + carry :])])
-                carried = lax.optimization_barrier(outs[:carry])  # XLA does not fold what it does not know
+                # XLA does not fold what it does not know: what a pass carries, and what it reads of an array.
+                xs = [lax.optimization_barrier(xs[at]) for xs in ins[consts + carry :]]
+                outs = run(params["jaxpr"], [*ins[:consts], *carried, *xs])
+                carried = lax.optimization_barrier(outs[:carry])
                 also.extend(outs)
             return [*carried, *(jnp.stack([out] * params["length"]) for out in outs[carry:])]
         if name == "while":

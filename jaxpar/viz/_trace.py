@@ -25,7 +25,7 @@ from ._fold.templates import Pattern, Rule
 from ._function import check_picture, check_trace, read, true_or_false
 from ._graph import Graph
 from ._layout.build import build, demote_constants, join_arguments, mark_state, set_sizes
-from ._layout.collapse import add_parts, collapse_scopes, limit_nodes
+from ._layout.collapse import FEW_BOXES, add_parts, close_until, collapse_scopes, limit_nodes
 from ._layout.net import Net, to_graph
 from ._layout.repeats import collapse_repeats
 from ._read.raw import Raw, mark_constant
@@ -164,7 +164,7 @@ def plot_network(
     node_attrs: Mapping[str, str] | None = None,
     depth: int | None = None,
     params_argnums: int | Sequence[int] | None = 0,
-    max_nodes: int | None = 200,
+    max_nodes: int | Literal["screen"] | None = "screen",
     repeats: bool = True,
     rules: Sequence[Call | Pattern | Rule] = (),
     heat: Literal["flops", "bytes"] | None = None,
@@ -181,7 +181,9 @@ def plot_network(
     MXNet's counterpart is `mxnet.visualization.plot_network`.
 
     Args:
-        fn, args, kwargs, params_argnums, depth, max_nodes, repeats, rules: as for `trace`.
+        fn, args, kwargs, params_argnums, depth, repeats, rules: as for `trace`.
+        max_nodes: "screen": the blocks are open that a screen of 1280 × 900 pixels shows at 60 % or more, or those of
+            `depth`, with 200 layers at most. An int or None: as for `trace`. The page opens what fits in its window.
         title: the text below the picture, and the file name for `render`. "": no text.
         hide_weights: whether to hide the parameters.
         node_attrs: Graphviz attributes for every node, such as `{"shape": "oval"}`. They override the default
@@ -212,15 +214,20 @@ def plot_network(
     """
     options = Options(title, hide_weights, node_attrs, heat, theme, legend, direction)
     check_picture(options, time_limit, "plot_network")
-    check_trace(fn, len(args), params_argnums, depth, max_nodes, repeats, rules)
+    on_screen = max_nodes == "screen"
+    most = _MOST_NODES if max_nodes == "screen" else max_nodes
+    check_trace(fn, len(args), params_argnums, depth, most, repeats, rules)
 
     def draw(raw: Raw) -> Plot:
-        net = all_layers(raw, repeats, rules)
-        every = functools.partial(whole_of, net.copy())
-        close(net, depth, max_nodes)
-        graph = to_graph(net)
+        from ._draw.extent import fits_screen
         from ._draw.picture import Plot  # loads graphviz
 
+        net = all_layers(raw, repeats, rules)
+        every = functools.partial(whole_of, net.copy())
+        if on_screen and depth is None:
+            close_until(net, lambda net: fits_screen(to_graph(net), options), few=FEW_BOXES)
+        close(net, depth, most)
+        graph = to_graph(net)
         return Plot(graph, options, time_limit, every, depth)
 
     raw, _, _ = read(fn, args, kwargs, params_argnums, ("plot", draw))
@@ -236,6 +243,7 @@ def plot_marked(fn: Callable[..., Any], args: Sequence[Any], marks: Sequence[str
 
 
 _TIME_LIMIT = 30.0  # seconds, as of `plot_network`
+_MOST_NODES = 200  # layers in a picture
 
 # What a terminal without these letters shows.
 _PLAIN = str.maketrans({"├": "|", "└": "`", "─": "-", "│": "|", "×": "x", "…": "~"})

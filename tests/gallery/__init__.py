@@ -8,8 +8,6 @@ import dataclasses
 import importlib
 from collections.abc import Callable
 
-FIRST_LEVEL = 60  # layers in a picture at most: blocks are closed until then
-
 
 @dataclasses.dataclass(frozen=True)
 class Model:
@@ -59,5 +57,4 @@ MODELS = {
 
 def make(name: str) -> tuple[Callable, tuple, dict]:
     """The function, the arguments and the options of one network."""
-    fn, args, options = MODELS[name].make(name)
-    return fn, args, {"max_nodes": FIRST_LEVEL, **options}
+    return MODELS[name].make(name)

@@ -107,7 +107,7 @@ class UNet(nn.Module):
 def unet():
     model, times = UNet(), jax.ShapeDtypeStruct((16,), jnp.int32)
     variables = jax.eval_shape(model.init, jax.random.key(0), IMAGES, times)
-    return model.apply, (variables, IMAGES, times), {"depth": 0, "title": "U-Net of a diffusion model"}
+    return model.apply, (variables, IMAGES, times), {"title": "U-Net of a diffusion model"}
 
 
 def sample(params, rng, steps=STEPS):
@@ -134,4 +134,4 @@ def diffusion_sampler():
     times = jax.ShapeDtypeStruct((16,), jnp.int32)
     params = jax.eval_shape(UNet().init, jax.random.key(0), IMAGES, times)
     rng = jax.eval_shape(lambda: jax.random.key(0))
-    return sample, (params, rng), {"depth": 2, "title": "a diffusion sampler"}
+    return sample, (params, rng), {"title": "a diffusion sampler"}

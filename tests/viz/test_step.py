@@ -5,6 +5,7 @@ import re
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -237,6 +238,7 @@ STEPS_OF_TRAIN = {
     "jit": ({"engine": "jit"}, ("psum", "of gradients, loss")),
     "accumulate": ({"accumulate": 2}, ("psum", "of gradients, loss")),
     "compression": ({"compression": {"type": "2bit", "threshold": 0.5}}, ("all_to_all + all_gather", "store")),
+    "sharded": ({"kind": "sharded"}, ("psum_scatter", "of gradients")),
 }
 
 
@@ -254,9 +256,70 @@ def test_the_wall_of_each_kind_of_step(name):
         assert text in words
     ends = re.findall(r'^\t"([^"]+)" -> "([^"]+)" ', plot.source, re.M)
     layers = [layer.name for layer in plot.step.layers if layer.params]
-    assert {f"{name} (backward)" for name in layers} <= {source for source, target in ends if target == "sums"}
+    into_the_wall = {source for source, target in ends if target == "sums"}
+    assert {f"{name} (backward)" for name in layers} <= into_the_wall
     assert {target for source, target in ends if source == "sums"} == {"Adam"}  # updates come out of it
     assert ("Adam", "parameters") in ends
+    # The codes of compressed gradients go into it, from the box that makes them of residuals.
+    others = {layer.name for layer in plot.step.optimizers} - {"Adam"}
+    assert len(others & into_the_wall) == (name == "compression")
+
+
+def test_what_gathers_params_is_no_layer():
+    """The params of kind "sharded" are gathered, and cut out of buckets, before a layer reads them."""
+    options = {"devices": jax.devices()[:4], "kind": "sharded"}
+    state, made = train.start(arguments()[0], optax.sgd(0.1), lambda p, batch, rng: (loss_fn(p, batch), {}), **options)
+    graph = viz.trace_step(made, state, arguments()[2])
+    assert {layer.op for layer in graph.layers} == {"MatMul", "add", "Activation", "Loss"}
+    assert graph.total_params == sum(layer.params for layer in graph.layers) == LAYERS * (WIDTH * WIDTH + WIDTH)
+    gathers = [one for one in graph.collectives if one.phase == "parameters"]
+    assert {one.kind for one in gathers} == {"all-gather"}
+    assert sum(one.bytes for one in gathers) == graph.total_params  # a quarter of them, in float32
+    readers = {layer.name for layer in graph.layers if layer.params}
+    assert readers <= {name for one in gathers for name in one.layers}
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_in_no_named_sum_does_not_pass_the_wall():
+    """On CPUs the convolutions of LeNet are written for one platform and compiled for another."""
+    made, args = lenet_step("jit")
+    plot = viz.plot_step(made, *args)
+    ends = re.findall(r'^\t"([^"]+)" -> "([^"]+)" (.*)', plot.source, re.M)
+    layers = {f"{layer.name} (backward)" for layer in plot.step.layers if layer.params}
+    assert layers <= {source for source, target, _ in ends if target == "sums"}
+    assert {target for source, target, _ in ends if source in layers} <= layers | {"sums"} | {
+        f"{layer.name} (backward)" for layer in plot.step.layers
+    }
+    named = {f"{name} (backward)" for one in plot.step.collectives if one.phase == "gradients" for name in one.layers}
+    dashed = {source for source, target, look in ends if target == "sums" and "dashed" in look}
+    assert dashed == layers - named
+    if dashed:
+        assert "of dashed gradients" in m.words(plot)
+
+
+def test_a_step_of_many_layers_is_one_screen():
+    """It was 1,600 points high. Closed blocks say what is sent for them."""
+    split = {"w": (WIDTH, WIDTH), "b": (WIDTH,)}
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    put = functools.partial(jax.device_put, device=NamedSharding(mesh, P("data")))
+    block = {f"dense{at}": {name: put(np.ones(size, np.float32)) for name, size in split.items()} for at in range(8)}
+
+    def loss(params, x):
+        for name, block in params.items():
+            with jax.named_scope(name):
+                for at in range(8):
+                    x = jnp.tanh(dense(block[f"dense{at}"], x))
+        return jnp.square(x).mean()
+
+    def update(params, x):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params, x))
+
+    args = {"first": block, "second": block}, put(np.ones((32, WIDTH), np.float32))
+    plot = viz.plot_step(jax.jit(update), *args, repeats=False)
+    width, height = map(float, re.search(rb'<svg width="(\d+)pt" height="(\d+)pt"', plot.pipe("svg")).groups())
+    assert (width < 1600, height < 1125) == (True, True), [layer.name for layer in plot.step.layers]
+    assert len(plot.step.layers) < len(viz.trace_step(jax.jit(update), *args, repeats=False).layers)
+    assert plot.step.total_params == 16 * (WIDTH * WIDTH + WIDTH)
 
 
 def test_boxes_as_high_as_the_bytes_that_are_live_and_what_remat_computes_again():

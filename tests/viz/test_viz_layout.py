@@ -14,7 +14,8 @@ from test_viz_trace import check
 from jaxpar import viz
 from jaxpar.mxnet._losses import softmax_output
 from jaxpar.viz._draw import style
-from jaxpar.viz._draw.style import join_sign
+from jaxpar.viz._draw.extent import extent
+from jaxpar.viz._draw.style import Options, join_sign
 from jaxpar.viz._function import read
 from jaxpar.viz._graph import BACKWARD, Node
 from jaxpar.viz._layout.collapse import collapse_scopes
@@ -115,6 +116,44 @@ def test_a_gradient_closes_with_its_layers():
     graph = check(viz.trace(fn, *args, max_nodes=6))
     names = [node.name for node in graph.layers]
     assert names == ["conv1-2", "dense1-2", "dense1-2 (backward)", "conv1-2 (backward)"]
+
+
+def deep(params, x):
+    for name, block in params.items():
+        with jax.named_scope(name):
+            for at, w in enumerate(block):
+                with jax.named_scope(f"part{at}"):
+                    x = jnp.tanh(jax.nn.relu(x @ w) @ w)
+    return x
+
+
+def deep_network():
+    return {f"block{at}": [m.Spec((4, 4), m.f32)] * (3 + at) for at in range(5)}, m.Spec((2, 4), m.f32)
+
+
+def test_a_picture_is_one_screen_of_which_no_box_stands_for_most():
+    draw = partial(viz.plot_network, deep, *deep_network(), repeats=False)
+    plot, whole = draw(), viz.trace(deep, *deep_network(), max_nodes=None, repeats=False)
+    assert len(whole.layers) == 4 * 25
+    closed = [int(node.detail.split()[0]) for node in plot.network.layers if node.detail.endswith("layers")]
+    assert len(plot.network.layers) >= 8
+    assert max(closed) <= 50
+    assert plot.network.total_flops == whole.total_flops
+    width, height = extent(plot.network, Options())
+    assert (width < 1600, height < 1125) == (True, True)
+    # What the user says is what is drawn.
+    assert len(draw(max_nodes=None).network.layers) == 100
+    assert len(draw(depth=1).network.layers) == 25
+
+
+@pytest.mark.parametrize("direction", ["up", "right"])
+@pytest.mark.parametrize("name", ["lenet", "gradient", "transformer"])
+def test_the_size_of_a_picture_is_known_before_it_is_drawn(name, direction):
+    fn, args = m.network(name)
+    plot = viz.plot_network(fn, *args, direction=direction, max_nodes=30)
+    real = map(float, re.search(rb'<svg width="(\d+)pt" height="(\d+)pt"', plot.pipe("svg")).groups())
+    long = direction == "up"
+    assert extent(plot.network, plot.options)[long] == pytest.approx([*real][long], rel=0.15)
 
 
 def texts(plot):

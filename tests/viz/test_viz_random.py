@@ -107,6 +107,8 @@ CONSTANTS = {
     "the second result": lambda w, x: x * lax.sort((jnp.arange(4.0), jnp.arange(4.0)), num_keys=1)[1],
     "an index": lambda w, x: w[jnp.array([-1, 2])[jnp.arange(2) - 1]],
     "a rounded number": lambda w, x: lax.reduce_precision(jnp.ones(4), 8, 7) * x,
+    "a case that is never picked": lambda w, x: lax.select(jnp.ones(4) > 0, x * 3, x @ (w * 2)),
+    "what a place in a param costs": lambda w, x: w[jnp.argmax(jnp.sort(jnp.ones(4)))] * x,
     "a number behind a barrier": lambda w, x: lax.optimization_barrier((jnp.ones(4), x))[0] * x,
 }
 
@@ -114,6 +116,21 @@ CONSTANTS = {
 @pytest.mark.parametrize("fn", (CHOICES | CONSTANTS).values(), ids=CHOICES | CONSTANTS)
 def test_equal_choices_cost_nothing_and_constants_cost_once(fn):
     assert viz.trace(fn, W, V).total_flops == xla_flops(fn, W, V)
+
+
+def one_pass_reads_zeros(w, x):
+    return lax.scan(lambda carry, zero: (carry + zero, None), x, jnp.zeros(3))[0]
+
+
+def a_loop_ends_with_zeros(w, x):
+    return x + lax.scan(lambda carry, _: (jnp.zeros(4), carry), x, None, length=2)[0]
+
+
+@pytest.mark.parametrize(("fn", "flops"), [(one_pass_reads_zeros, 3 * 4), (a_loop_ends_with_zeros, 4)])
+def test_numbers_that_go_through_a_loop_are_not_known(fn, flops):
+    """XLA counts such an addition. It was left out."""
+    assert viz.trace(fn, W, V).total_flops == flops
+    assert xla_flops(fn, W, V) >= 4  # of one pass, and of what counts the passes
 
 
 def test_a_mask_that_only_gradients_read_counts():
@@ -237,11 +254,13 @@ def test_what_is_made_of_gradients_is_no_param():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [*range(60), 278, 1124, 2061])
+@pytest.mark.parametrize("seed", [*range(60), 278, 393, 851, 1124, 1195, 1509, 1616, 2061])
 def test_random_programs(seed):
     """Two thousand of them before a release: `python tests/viz_programs.py`.
 
-    278: a cast that only a gradient reads. 1124: a gradient of what a loop hands on. 2061: the order behind a repeat.
+    278: a cast that only a gradient reads. 393: what is never picked. 851: the place of a part of a param. 1195: zeros
+    through a loop. 1509, 1616: circles over the last pass of a loop. 1124: a gradient of what a loop hands on. 2061:
+    the order behind a repeat.
     """
     fn, made = program(seed)
     try:

@@ -21,7 +21,7 @@ import graphviz
 
 from ..._core.text import cut_middle
 from .._graph import Graph
-from .._page.page import to_frame, to_page, to_still_page
+from .._page.page import to_frame, to_page, to_still_page, with_still
 from . import render
 from .dot import to_dot
 from .style import Options
@@ -133,12 +133,17 @@ class Plot(graphviz.Digraph):
         """The interactive page: one HTML file that needs no server and loads nothing.
 
         Blocks open and close in place. A search finds layers. The path of a layer is marked where the mouse is, and a
-        click shows everything that is known of it.
+        click shows everything that is known of it. A reader without scripts sees the picture that `save("net.svg")`
+        writes.
 
         Raises:
             RenderError: there is no renderer, or it took longer than `time_limit`.
         """
-        return self._page
+        return self._page_and_still
+
+    @functools.cached_property
+    def _page_and_still(self) -> str:
+        return with_still(self._page, self.pipe("svg", encoding="utf-8"))
 
     @functools.cached_property
     def _page(self) -> str:
@@ -249,7 +254,7 @@ class Plot(graphviz.Digraph):
             if self.source != self._drawn:
                 shown = {"image/svg+xml": self.pipe("svg", encoding="utf-8")}
             else:
-                shown = {"text/html": to_frame(self.html(), self.options.title, still)}
+                shown = {"text/html": to_frame(self._page, self.options.title, still)}
         except render.RenderError as error:
             return {"text/html": f"<p>{html.escape(str(error))}</p>{self._table()}", "text/plain": str(error)}
         return {**shown, "image/png": still, "text/plain": repr(self.network)}

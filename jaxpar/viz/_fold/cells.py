@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -79,6 +79,7 @@ class Cells:
             if not eqn.view:
                 for value in eqn.ins:
                     self._consumers.setdefault(raw.root(value), []).append(eqn.id)
+        self._behind_loops = _behind_loops(raw)
         self._made = 0
         self._results = {raw.root(value) for value in raw.outputs}
 
@@ -183,8 +184,13 @@ class Cells:
 
     def sources(self, cell: Cell) -> list[Cell]:
         """The cells that a cell reads, in order."""
-        made = (self.producer(root) for root in self.inputs(cell))
+        behind = map(self.raw.root, self.behind_loops(cell))
+        made = (self.producer(root) for root in (*self.inputs(cell), *behind))
         return list({source.id: source for source in made if source is not None and source is not cell}.values())
+
+    def behind_loops(self, cell: Cell) -> list[int]:
+        """What a cell reads of the last pass of loops, where it is given what a pass was given."""
+        return [value for number in cell.eqns for value in self._behind_loops.get(number, ())]
 
     def users(self, cell: Cell) -> list[Cell]:
         """The forward cells that read a cell, in order."""
@@ -227,6 +233,27 @@ class Cells:
         forward = [o for o in outs if any(backward or not self.raw.eqns[r].backward for r in readers[o])]
         results = [out for out in outs if out in self._results]
         return next(iter([*forward, *results, *(out for out in outs if readers[out]), *outs]))
+
+
+def _behind_loops(raw: Raw) -> dict[int, list[int]]:
+    """What equations behind a loop read of its last pass, where they are given a value that a pass was given.
+
+    Such a value shows what the loop begins with. So the way to what the pass before computed is here.
+    """
+    results, behind = {read: (result, scope) for read, result, scope in raw.carries}, dict[int, list[int]]()
+    for eqn in raw.eqns if results else ():
+        for value in () if eqn.view else eqn.ins:
+            read = carry_of(raw, value, results)
+            if read is not None and eqn.scope[: len(results[read][1])] != results[read][1]:
+                result = results[read][0]
+                if carry_of(raw, result, results) is None:
+                    behind.setdefault(eqn.id, []).append(result)
+    return behind
+
+
+def carry_of(raw: Raw, value: int, carried: Container[int]) -> int | None:
+    """The carried value that a value shows, or None."""
+    return next((shown for shown in raw.shown(value) if shown in carried), None)
 
 
 def runs(

@@ -7,13 +7,12 @@ which belong to an optimizer: nobody says so in a function, so what reads them t
 from __future__ import annotations
 
 import math
-from collections.abc import Container
 
 import numpy as np
 
 from ..._core.text import plural
 from .._fold.calls import OPTIMIZERS, updates
-from .._fold.cells import SENT, Cell, Cells, plain_name, sources_of
+from .._fold.cells import SENT, Cell, Cells, carry_of, plain_name, sources_of
 from .._graph import BACKWARD, Sizes, human
 from .._read.raw import Eqn, Raw
 from .._read.source import describe
@@ -152,40 +151,24 @@ def carry_edges(cells: Cells, by_cell: dict[int, Draft]) -> tuple[_Edges, _Edges
     What a pass hands on as it got it has no edge. A layer hands on to itself where no other layer reads the value.
     """
     back, on = _Edges(), _Edges()
-    inside, behind = _readers(cells, by_cell)
+    loops = {read: scope for read, _, scope in cells.raw.carries}
+    inside: dict[int, list[Cell]] = {read: [] for read in loops}
+    for cell in sorted(cells, key=lambda cell: by_cell[cell.id].at) if loops else ():
+        for eqn in cells.eqns(cell):
+            for value in () if eqn.view else eqn.ins:
+                read = carry_of(cells.raw, value, loops)
+                if read is not None and eqn.scope[: len(loops[read])] == loops[read]:
+                    inside[read].append(cell)
+        for value in cells.behind_loops(cell):
+            if (maker := cells.producer(cells.raw.root(value))) is not None:
+                on[by_cell[maker.id].at, by_cell[cell.id].at, cells.raw.root(value)] = None
     for read, result, _ in cells.raw.carries:
-        maker = None if _carry_of(cells, result, inside) is not None else cells.producer(cells.raw.root(result))
+        maker = None if carry_of(cells.raw, result, loops) is not None else cells.producer(cells.raw.root(result))
         if maker is not None:
             at, value = by_cell[maker.id].at, cells.raw.root(result)
             other_readers = [reader for reader in inside[read] if reader is not maker]
             back |= dict.fromkeys((at, by_cell[reader.id].at, value) for reader in other_readers or inside[read])
-            on |= dict.fromkeys((at, by_cell[reader.id].at, value) for reader in behind[read])
     return back, on
-
-
-def _readers(cells: Cells, by_cell: dict[int, Draft]) -> tuple[dict[int, list[Cell]], dict[int, list[Cell]]]:
-    """The cells that read each carried value, in order: those in the loop, and those behind it."""
-    loops = {read: scope for read, _, scope in cells.raw.carries}
-    inside: dict[int, list[Cell]] = {read: [] for read in loops}
-    behind: dict[int, list[Cell]] = {read: [] for read in loops}
-    for cell in sorted(cells, key=lambda cell: by_cell[cell.id].at) if loops else ():
-        for eqn in cells.eqns(cell):
-            for value in () if eqn.view else eqn.ins:
-                read = _carry_of(cells, value, loops)
-                if read is not None and eqn.scope[: len(loops[read])] == loops[read]:
-                    inside[read].append(cell)
-                elif read is not None:
-                    behind[read].append(cell)
-    return inside, behind
-
-
-def _carry_of(cells: Cells, value: int, carried: Container[int]) -> int | None:
-    """The carried value that a value shows, or None."""
-    while value not in carried:
-        if cells.raw.values[value].root == value:
-            return None
-        value = cells.raw.values[value].root
-    return value
 
 
 def join_arguments(net: Net) -> None:

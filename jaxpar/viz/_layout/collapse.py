@@ -10,26 +10,40 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from .._graph import BACKWARD
-from .._scopes import Path, Scope, unique
+from .._scopes import Path, Scope, paths_of, unique
 from .._searches import circles, connected
 from .net import Draft, Net, name_kinds, shared_name, shared_scope
 
 _Closing = tuple[tuple[Path, bool], list[Draft]]  # the scope that closes, whether these are gradients, and drafts of it
 _EDGES, _FEW = 4, 20  # edges for each layer, and layers from which that matters
+MOST = 24  # children of a scope that a person can overlook
+FEW_BOXES = 8  # in a picture, below which single blocks are opened
 
 
 def collapse_scopes(net: Net, depth: int) -> None:
     """Merge each scope deeper than `depth`. A scope around everything does not count."""
     depth += len(shared_scope(net.layers))
+    _close(net, {path for path in _paths(net) if len(path) <= depth})
+
+
+def _paths(net: Net) -> list[Path]:
+    """All scopes, in the order of their first layers."""
+    return list(dict.fromkeys(path for draft in net.drafts for path in paths_of(draft.scope)))
+
+
+def _close(net: Net, is_open: Container[Path]) -> None:
+    """Merge the outermost of the scopes that are not open."""
     groups: dict[tuple[Path, bool], list[Draft]] = {}
     for draft in net.drafts:
-        if len(draft.scope) > depth:
-            groups.setdefault((draft.scope[: depth + 1], draft.forward is not None), []).append(draft)
+        closed = next((path for path in paths_of(draft.scope) if path not in is_open), None)
+        if closed is not None:
+            groups.setdefault((closed, draft.forward is not None), []).append(draft)
     sources = net.sources()
     ordered = net.ordered() if groups else []
     merged: list[tuple[list[Draft], Draft]] = []
@@ -76,27 +90,85 @@ def _sum(group: list[Draft], op: str, scope: Path) -> Draft:
 
 
 def limit_nodes(net: Net, most: int) -> None:
-    """Close until at most `most` layers are left.
-
-    The deepest modules and scopes close first. Then the parts with one way in and one way out, again the deepest first.
-    """
-    if len(net.layers) <= most:
-        return
-    _close_deepest(net, most)
-    room = min(MOST, most)
-    while _is_too_much(net, most) and room > 1:
-        add_parts(net, room)
-        _close_deepest(net, most)
-        room //= 2
+    """Close until at most `most` layers are left."""
+    close_until(net, lambda net: not _is_too_much(net, most), room=min(MOST, most))
     if len(net.layers) > most:
         _cut(net, most)
 
 
-def _close_deepest(net: Net, most: int) -> None:
-    depth = max((len(draft.scope) for draft in net.drafts), default=0) - len(shared_scope(net.layers))
-    while _is_too_much(net, most) and depth > 0:
-        depth -= 1
-        collapse_scopes(net, depth)
+def close_until(net: Net, fits: Callable[[Net], bool], *, room: int = MOST, few: int = 0) -> None:
+    """Close scopes until a net fits: as many levels stay open as that allows.
+
+    Where fewer than `few` boxes are left, the largest of them are opened one by one. The page of a network opens its
+    blocks by a like rule, see `firstLevel` of `_page/reading.js`.
+    """
+    if fits(net):
+        return
+    # First the scopes as they are. Then parts with one way in and one way out are scopes too. They hold fewer items
+    # each, as long as nothing fits, the boxes are few, or one of them stands for most of the net.
+    count = sum(draft.layers for draft in net.layers)
+    best, divided = None, net.copy()
+    ways = (True, False) if few else (True,)  # by whole levels, or only the largest blocks
+    for most in (None, *(room >> halved for halved in range(room.bit_length() - 1))):
+        if most is not None:
+            add_parts(divided, most)
+        closed = min((_opened(divided, fits, few, by_level) for by_level in ways), key=_most_hidden)
+        if fits(closed) and (best is None or _most_hidden(closed) < _most_hidden(best)):
+            best = closed
+        if best is not None and _boxes(best) >= few and (not few or 2 * _most_hidden(best)[0] <= count):
+            break
+    best = best or _opened(divided, fits, few, by_level=True)
+    net.drafts, net.edges, net.carries = best.drafts, best.edges, best.carries
+    # An open part has no frame: its name says what is in it, which is seen. What is inside is in the scope around.
+    for draft in net.drafts:
+        draft.scope = _without_parts(draft.scope)
+    net.repeats = {_without_parts(path): count for path, count in best.repeats.items()}
+
+
+def _without_parts(scope: Path) -> Path:
+    return tuple(part for part in scope if part.kind != "part" or part.times is not None)
+
+
+def _opened(net: Net, fits: Callable[[Net], bool], few: int, by_level: bool) -> Net:
+    """A net with as many open levels of scopes as fit, or none, and then the largest blocks while boxes are few."""
+
+    def closed(is_open: Container[Path]) -> Net:
+        copy = net.copy()
+        _close(copy, is_open)
+        return copy
+
+    is_open, paths = _outermost(net), _paths(net)
+    for level in range(1 + len(is_open), 1 + max(map(len, paths), default=0)) if by_level else ():
+        more = is_open | {path for path in paths if len(path) == level}
+        if not fits(closed(more)):
+            break
+        is_open = more
+    shown, tried = closed(is_open), set[Path]()
+    size = Counter(path for draft in net.drafts for path in paths_of(draft.scope))
+    while _boxes(shown) < few:
+        inside = [path for path in paths if path not in is_open | tried and path[:-1] in is_open | {()}]
+        if not inside:
+            break
+        largest = max(inside, key=size.__getitem__)
+        tried.add(largest)
+        if fits(more := closed(is_open | {largest})):
+            is_open, shown = is_open | {largest}, more
+    return shown
+
+
+def _boxes(net: Net) -> int:
+    """How many boxes are drawn, without gradients, which stand beside their layers."""
+    return sum(draft.forward is None for draft in net.layers)
+
+
+def _most_hidden(net: Net) -> tuple[int, int]:
+    """How many layers the largest box stands for. Of equal ones, the net with most boxes is the least."""
+    return max((draft.layers for draft in net.layers), default=0), -len(net.layers)
+
+
+def _outermost(net: Net) -> set[Path]:
+    """The scopes around everything."""
+    return set(paths_of(shared_scope(net.layers)))
 
 
 def _is_too_much(net: Net, most: int) -> bool:
@@ -323,8 +395,6 @@ def _numbers(part: Part) -> list[int]:
         return [part]
     return [number for inner in part for number in _numbers(inner)]
 
-
-MOST = 24  # children of a scope that a person can overlook
 
 _Inserts = dict[int, list[tuple[int, Path]]]  # of each draft: parts, and the depth of the scope that they are in
 

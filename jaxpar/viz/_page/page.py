@@ -44,6 +44,23 @@ def to_page(graph: Graph, options: Options, depth: int | None, time_limit: float
     )
 
 
+_WITHOUT_SCRIPT = "main,.tools{display:none}noscript{flex:1;overflow:auto}noscript svg{max-width:100%;height:auto}"
+# What only a mouse or a script finds, and the font, which is that of the page.
+_UNSEEN = re.compile(
+    r"<!--.*?-->\n?|<title>.*?</title>\n?|</?a\b[^>]*>\n?"
+    r'| (?:xmlns:xlink|font-family|id|class)="[^"]*"',
+    re.DOTALL,
+)
+_PLACES = re.compile(r' (?:points|d|x|y|cx|cy)="[^"]*"')
+
+
+def with_still(page: str, svg: str) -> str:
+    """A page that shows Graphviz's SVG to a reader without scripts: what is seen of it, in whole points."""
+    still = _UNSEEN.sub("", svg[svg.find("<svg") :])
+    still = _PLACES.sub(lambda place: re.sub(r"\.\d+", "", place[0]), still)
+    return page.replace("<noscript>", f"<noscript>{still}<style>{_WITHOUT_SCRIPT}</style>", 1)
+
+
 def to_frame(page: str, title: str, still: str) -> str:
     """The page for a notebook, in a frame.
 

@@ -243,13 +243,16 @@ class _Reader:
         for number in range(region.carried):
             at = region.carry_at + number
             operands[at] = self.counter(operands[at]) if number in counters else self.carried_value(operands[at])
+        if region.loop:
+            parts_at = region.carry_at + region.carried
+            operands[parts_at:] = map(self.unknown_number, operands[parts_at:])
         results = self.write_out(region.body, operands, context)
         if region.condition is not None:
             self.add_condition(region.condition, results, context.times)
         ends = ((operands[region.carry_at + number], results[number]) for number in carried)
         self.raw.carries += [(first, last, context.scope) for first, last in ends]
         for var, value in zip(eqn.outvars, results, strict=True):
-            env[var] = self.new_value(var.aval, root=value)
+            env[var] = self.new_value(var.aval, root=self.unknown_number(value) if region.loop else value)
             self.raw.values[env[var]].crosses = int(self.changes_shape(env[var]))
 
     def add_condition(self, condition: Jaxpr, results: Sequence[int], times: int) -> None:
@@ -274,6 +277,15 @@ class _Reader:
         constant = self.raw.of(value).kind in ("const", "literal")
         kind, root = ("const", number) if constant else ("op", value)
         self.raw.values.append(Value(first.shape, first.dtype, first.bytes, kind, root))
+        return number
+
+    def unknown_number(self, value: int) -> int:
+        """What goes into or out of a loop pass by pass. XLA does not know its number, even if it is one everywhere."""
+        known, number = self.raw.values[value], len(self.raw.values)
+        if self.raw.of(value).kind not in ("const", "literal") or self.raw.of(value).number is None:
+            return value
+        self.raw.first_pass[number] = value
+        self.raw.values.append(Value(known.shape, known.dtype, known.bytes, "const", root=number))
         return number
 
     def add_branches(self, eqn: jex.JaxprEqn, env: dict[Any, int], context: Context) -> None:
@@ -321,6 +333,7 @@ class Region:
     scope: Scope | None  # of its cluster. None for no cluster.
     body: Jaxpr
     times: int = 1  # how often it runs, as far as that is known
+    loop: bool = False
     carried: int = 0  # how many of the results the next pass reads. They come first.
     operands: Sequence[int] | None = None  # the positions of those that the body has. None for all.
     carry_at: int = 0  # which operand of the body is the first of these
@@ -333,7 +346,8 @@ def _scan(eqn: jex.JaxprEqn, stack: tuple[Frame, ...]) -> Region:
         first, carried = eqn.params["num_consts"], eqn.params["num_carry"]
     else:  # jax 0.12 has them as a tree
         first, carried = map(len, eqn.params["ft_in"].unpack()[:2])
-    return Region(Scope("scan", "region", length), eqn.params["jaxpr"], times=length, carried=carried, carry_at=first)
+    scope, body = Scope("scan", "region", length), eqn.params["jaxpr"]
+    return Region(scope, body, times=length, loop=True, carried=carried, carry_at=first)
 
 
 def _while(eqn: jex.JaxprEqn, stack: tuple[Frame, ...]) -> Region:
@@ -341,7 +355,8 @@ def _while(eqn: jex.JaxprEqn, stack: tuple[Frame, ...]) -> Region:
     body, condition = eqn.params["body_jaxpr"], eqn.params["cond_jaxpr"]
     operands = range(eqn.params["cond_nconsts"], len(eqn.invars))
     carried, carry_at = len(body.jaxpr.outvars), eqn.params["body_nconsts"]
-    return Region(Scope("while", "region"), body, 1, carried, operands, carry_at, condition)
+    scope = Scope("while", "region")
+    return Region(scope, body, 1, True, carried, operands, carry_at, condition)
 
 
 def counters_of(region: Region) -> set[int]:

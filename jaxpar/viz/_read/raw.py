@@ -279,18 +279,7 @@ def _wrapped_index(raw: Raw, eqn: Eqn) -> int | None:
 
 def drop_dead(raw: Raw) -> None:
     """Drop the equations that no result needs, also in a later pass, and of which not even the gradient is needed."""
-    # What a loop hands on is needed where its next pass reads it.
-    live, count_before = set[int]().union(*(raw.shown(value) for value in raw.outputs)), -1
-    while count_before < len(live):
-        count_before = len(live)
-        for first, last, _ in raw.carries:
-            live.update(raw.shown(last) if first in live else ())
-        for carried, constant in raw.first_pass.items():
-            live.update(raw.shown(constant) if carried in live else ())
-        for eqn in reversed(raw.eqns):
-            if _is_needed(raw, eqn, live) and not (eqn.view and raw.of(eqn.outs[0]).kind != "const"):
-                for value in _live_operands(eqn, live):
-                    live.update(raw.shown(value))
+    live, computed = _needed_values(raw), _needed_values(raw, as_compiled=True)
     differentiated = {number for eqn in raw.eqns if eqn.backward for number in raw.above(eqn)}
     differentiated -= {eqn.position for eqn in raw.eqns if eqn.again}
     # A forward equation whose gradient is computed stays, for nothing: the gradient belongs to its layer.
@@ -298,7 +287,7 @@ def drop_dead(raw: Raw) -> None:
     for eqn in raw.eqns:
         eqn.dead = not _is_needed(raw, eqn, live)
         if not eqn.dead or (not eqn.backward and not eqn.view and eqn.position in differentiated):
-            eqn.flops = eqn.flops if any(out in live for out in eqn.outs) else 0
+            eqn.flops = eqn.flops if any(out in computed for out in eqn.outs) else 0
             if eqn.prim == "cond" and not (eqn.view or eqn.dead):
                 eqn.ins, eqn.outs = _live_operands(eqn, live), tuple(out for out in eqn.outs if out in live)
             keep.append(eqn)
@@ -308,6 +297,30 @@ def drop_dead(raw: Raw) -> None:
         value.producer = numbers.get(value.producer) if value.producer is not None else None
     for eqn in raw.eqns:
         eqn.id = numbers[eqn.id]
+
+
+def _needed_values(raw: Raw, as_compiled: bool = False) -> set[int]:
+    """The values that the results need. `as_compiled` leaves out what XLA drops: a case that is never picked."""
+    live, count_before = set[int]().union(*(raw.shown(value) for value in raw.outputs)), -1
+    while count_before < len(live):
+        count_before = len(live)
+        # What a loop hands on is needed where its next pass reads it.
+        for first, last, _ in raw.carries:
+            live.update(raw.shown(last) if first in live else ())
+        for carried, constant in raw.first_pass.items():
+            live.update(raw.shown(constant) if carried in live else ())
+        for eqn in reversed(raw.eqns):
+            if not _is_needed(raw, eqn, live):
+                continue
+            operands = _live_operands(eqn, live)
+            if eqn.view and raw.of(eqn.outs[0]).kind != "const":
+                # It is needed as what it shows. Of a part of a param, the place is computed too.
+                operands = eqn.ins[1:] if eqn.prim == "dynamic_slice" else ()
+            elif as_compiled and eqn.prim == "select_n" and (which := raw.of(eqn.ins[0]).number) is not None:
+                operands = (eqn.ins[1 + int(which)],)
+            for value in operands:
+                live.update(raw.shown(value))
+    return live
 
 
 def _is_needed(raw: Raw, eqn: Eqn, live: set[int]) -> bool:

@@ -13,10 +13,13 @@ from dataclasses import dataclass, replace
 
 from ..._core.text import plural
 from .._draw import style
+from .._draw.extent import HIGHEST
 from .._draw.picture import Plot
 from .._draw.style import SMALL, Options, attributes, cut, ink, own_name, quote, scope_label, text_width
+from .._fold.cells import SENT
 from .._graph import BACKWARD, Graph, Node, human
 from .._scopes import Path, paths_of
+from .._searches import reach
 from .graph import Collective, StepArgument, StepEdge, StepGraph, StepLayer, StepPart, sends_text, spec_text
 
 Point = tuple[float, float]
@@ -29,9 +32,11 @@ _SENT = "#c51b7d"
 _FITS, _TOO_MUCH = "#d6e4f2", "#d7301f"
 _AGAIN = "#1f6feb"
 _TALLEST = 150.0  # points, of the box with the most live bytes
+_CAPTION = 75.0  # points, of its lines
 _CARDS = 4  # at most that many are drawn
 _RESULTS = "results"  # the box with the names of the metrics
 _MOST_RESULTS = 4  # names in it
+_SUMS = ("all-reduce", "reduce-scatter")
 _IN_JAX = {  # how users write XLA's collectives
     "all-reduce": "psum",
     "reduce-scatter": "psum_scatter",
@@ -53,12 +58,19 @@ class StepPlot(Plot):
     """
 
     def __init__(self, step: StepGraph, network: Graph, options: Options, time_limit: float) -> None:
-        super().__init__(network, replace(options, heat=None), time_limit, lines=_Drawing(step, options).lines())
+        super().__init__(
+            network, replace(options, heat=None), time_limit, lines=_Drawing(step, network, options).lines()
+        )
         self.step: StepGraph = step
 
     def html(self) -> str:
         """The picture as a static page."""
         return self._static_page("")
+
+
+def fits_screen(step: StepGraph, network: Graph, options: Options) -> bool:
+    """Whether the picture of a step is as high as a screen of 1280 × 900 pixels at 60 %, or less."""
+    return _Drawing(step, network, options).height() <= HIGHEST
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +93,8 @@ class Row:
 class _Drawing:
     """The places of everything, and the lines of a digraph with them."""
 
-    def __init__(self, graph: StepGraph, options: Options) -> None:
+    def __init__(self, graph: StepGraph, network: Graph, options: Options) -> None:
+        self.network = network
         self.graph, self.title, self.heat, self.mesh = graph, options.title, options.heat, dict(graph.mesh)
         self.theme: style.Theme = style.THEMES[options.theme]
         self.options, self.by_memory, self.limit = options, options.height == "memory", options.limit
@@ -106,7 +119,10 @@ class _Drawing:
         self._place_columns({phase: self._place_lanes(phase) for phase in ("forward", "backward")})
 
     def _sent(self, phase: str, layers: tuple[str, ...]) -> list[Line]:
-        sends = (text.partition(" over ") for text in sends_text(self._sends.get((phase, layers), ()), self.mesh))
+        return self._sent_lines(self._sends.get((phase, layers), ()))
+
+    def _sent_lines(self, collectives: Sequence[Collective]) -> list[Line]:
+        sends = (text.partition(" over ") for text in sends_text(collectives, self.mesh))
         return [line for what, _, over in sends for line in ((what, "sent"), (f"over {over}", "sent"))]
 
     def _leaving(self, phase: str, layer: StepLayer) -> list[Line]:
@@ -226,8 +242,20 @@ class _Drawing:
             lines = [(" + ".join(kinds), "big"), (cut(words, 18), "sent"), *self._sent("gradients", layers)]
             ys = [self.rows[name].y for name in layers if name in self.rows]
             self.shared.append((lines, layers, _free(ys or [self.top / 2], size(lines)[1], taken)))
+        # A sum that the program names no layer for is of gradients that are in no other sum, as far as that shows. They
+        # go into the wall too: drawn past it, they would say that each device updates by its own.
+        self.unnamed = [one for one in self._sends.get(("elsewhere", ()), ()) if one.kind in _SUMS]
+        sources = {edge.source for edge in self.graph.edges if edge.phase == "gradients"}
+        perhaps = {name: row for name, row in self.rows.items() if name in sources - sent} if self.unnamed else {}
+        if perhaps:
+            lines: list[Line] = [("psum", "big"), ("of dashed gradients", "sent"), *self._sent_lines(self.unnamed)]
+            self.shared.append(
+                (lines, tuple(perhaps), _free([row.y for row in perhaps.values()], size(lines)[1], taken))
+            )
+        self.sent, self.unnamed = self.sent | perhaps, self.unnamed if perhaps else []
+        self.perhaps = set(self.sent) - sent
         self.wall: tuple[float, float] | None = None  # from below to above
-        if sends:
+        if sends or self.unnamed:
             edges = [y + way * height / 2 for y, height in taken for way in (-1, 1)]
             edges += [row.y + way * row.height / 2 for row in self.sent.values() for way in (-1, 1)]
             along_y = [self.results_y + size(self.results)[1] / 2] if any(one.metrics for one in sends) else []
@@ -257,6 +285,11 @@ class _Drawing:
         back = [*self._devices(), *self._blocks(), *self._band()]
         ways = [*self._edges(), *self._turn(), *self._updates()]
         return [*self._head(), *back, *boxes, *self._inputs(), *ways, self._caption()]
+
+    def height(self) -> float:
+        """Of all of it, in points."""
+        highest = max(self.top + 7 * (self.cards - 1), self.results_y + size(self.results)[1] / 2)
+        return highest - self.bottom + _LINE + 12 + _CAPTION
 
     def _head(self) -> list[str]:
         """`nop2` draws nodes and edges where they say that they are."""
@@ -437,18 +470,32 @@ class _Drawing:
         # Gradients that are summed go into the wall, each beside its layer, and come out of it as one arrow.
         for name, row in self.sent.items():
             ends = (self._right("backward"), row.y), (self._left("gradients"), row.y)
-            yield line(name + BACKWARD, "sums", ends, color=_SENT, penwidth=1.5)
+            look = {"style": "dashed", "tooltip": "in a sum that the program names no layer for"}
+            look = look if name in self.perhaps else {}
+            yield line(name + BACKWARD, "sums", ends, color=_SENT, penwidth=1.5, **look)
         for source, target in ways:
             if source not in self.sent:
                 start = self._right("backward"), self.rows[source].y
                 end = self._left("optimizer"), self.optimizers[target][1]
                 yield curve(source + BACKWARD, target, start, end, self.knee, color=self.theme.line)
         summed = dict.fromkeys(target for source, target in ways if source in self.sent)
-        for target in [one for one in summed if one in self.known] or summed:
+        targets = [one for one in summed if one in self.known] or list(summed)
+        for target in (*targets, *(name for name in self.boxes if self.wall and name not in targets)):
             assert self.wall is not None
             y = self.optimizers[target][1]
             start = self._right("gradients"), min(max(y, self.wall[0] + 8), self.wall[1] - 8)
-            yield curve("sums", target, start, (self._left("optimizer"), y), 0.0, color=_SENT, penwidth=1.5)
+            end, look = (self._left("optimizer"), y), {"color": _SENT, "penwidth": 1.5}
+            if target not in targets and self._is_sent(target):  # the codes of compressed gradients
+                yield line(target, "sums", (end, start), tooltip="prepares what is sent", **look)
+            else:
+                yield curve("sums", target, start, end, 0.0, **look)
+
+    def _is_sent(self, name: str) -> bool:
+        """Whether what a box of the network computes goes into a collective."""
+        on: dict[str, list[str]] = {}
+        for edge in self.network.edges:
+            on.setdefault(edge.source, []).append(edge.target)
+        return any(self.network[target].op in SENT for target in reach([name], on))
 
     def _return(self, name: str, y: float) -> Iterator[str]:
         """The updated parameters, back to the band below everything."""
@@ -466,7 +513,7 @@ class _Drawing:
         elsewhere = [
             collective
             for collective in self.graph.collectives
-            if collective.phase == "elsewhere" and collective.devices > 1
+            if collective.phase == "elsewhere" and collective.devices > 1 and collective not in self.unnamed
         ]
         mesh = ", ".join(f"{name}={size}" for name, size in self.mesh.items())
         devices = plural(self.graph.devices, "device") + (f" ({mesh})" if mesh else "")
@@ -481,6 +528,7 @@ class _Drawing:
             again = any(layer.backward.again for layer in self.graph.layers if layer.backward)
             texts += ["blue frame: remat computes a part of the layer again"] if again else []
             texts += [f"red: above {human(self.limit, 'B')}"] if self.limit is not None else []
+        texts += ["dashed: the program names no layer that these sums are of"] if self.unnamed else []
         texts += [f"elsewhere in the step: {text}" for text in sends_text(elsewhere, self.mesh)]
         lines: list[Line] = [(self.title, "big"), *((text, "plain") for text in texts)]
         wide, high = size(lines)
@@ -557,9 +605,9 @@ def _free(ys: Sequence[float], height: float, taken: list[tuple[float, float]]) 
 
 
 def edge_text(edge: StepEdge) -> list[Line]:
-    """The lines beside an edge: the shape, and each device's part of it."""
+    """The line beside an edge: the shape, and how it is split."""
     kind = "" if edge.dtype in ("float32", "") else f" {edge.dtype}"
-    return [(text, "plain") for text in (style.shape_text(edge.shape) + kind, spec_text(edge.spec)) if text]
+    return [(f"{style.shape_text(edge.shape)}{kind} {spec_text(edge.spec)}".strip(), "plain")]
 
 
 def weights_text(layer: StepLayer, arguments: Iterable[StepArgument]) -> list[Line]:

@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from .._fold.cells import COLLECTIVES
@@ -26,10 +26,11 @@ from .graph import Collective, Phase
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A layer: its draft, and those of its gradient and of what is computed again for that."""
+    """A layer: its draft, those of its gradient and of what is computed again for that, and what gathers its params."""
 
     draft: Draft
     backward: list[Draft] = field(default_factory=list)
+    gathered: list[Draft] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -41,6 +42,7 @@ class Phases:
     glue: list[Draft] = field(default_factory=list)  # collectives and copies, which only hand gradients on
     of: dict[int, Phase] = field(default_factory=dict[int, Phase])  # of each draft
     row_of: dict[int, Row] = field(default_factory=dict)  # of each forward and backward draft
+    gathers: dict[int, list[Row]] = field(default_factory=dict)  # what only gathers params: the layers that read it
     metrics: dict[str, list[int]] = field(default_factory=dict)  # each result that is no new state: its layers
 
 
@@ -55,8 +57,11 @@ def phases_of(net: Net) -> Phases:
     before = reach(gradients | again, sources)
     layers = {draft.forward.at for draft in net.layers if draft.forward is not None}
     results = _results(net.raw)
+    gathers = _gathers(net, sources, readers_of) - layers
     for draft in net.layers:
-        if draft.at in gradients or draft.at in again:
+        if draft.at in gathers and draft.at in before:
+            phases.of[draft.at] = "parameters"
+        elif draft.at in gradients or draft.at in again:
             phases.of[draft.at] = "backward"
         elif draft.at in after:
             phases.of[draft.at] = "optimizer"
@@ -69,6 +74,12 @@ def phases_of(net: Net) -> Phases:
             is_schedule = not reads_layers and reach([draft.at], readers_of) & after
             phases.of[draft.at] = "optimizer" if is_schedule else "elsewhere"
     _add_backward(net, phases)
+    for draft in (draft for draft in net.layers if phases.of[draft.at] == "parameters"):
+        ways = {at: read if phases.of.get(at) == "parameters" else set[int]() for at, read in readers_of.items()}
+        rows = [phases.row_of[at] for at in sorted(reach([draft.at], ways)) if at in phases.row_of]
+        phases.gathers[draft.at] = list({row.draft.at: row for row in rows}.values())
+        for row in rows[:1] if draft.weights else ():
+            row.gathered.append(draft)
     for draft in (draft for draft in net.layers if phases.of[draft.at] == "optimizer"):
         # What hands gradients on to an optimizer reads no parameters and returns no new state, or is a collective.
         updates = draft.op not in COLLECTIVES and (draft.weights or any(name not in results for name in draft.outputs))
@@ -87,6 +98,21 @@ def phases_of(net: Net) -> Phases:
         sorted(phases.metrics.items(), key=lambda metric: metric[0] != "loss")
     )  # the loss comes first
     return phases
+
+
+def _gathers(net: Net, sources: Mapping[int, Iterable[int]], readers_of: Mapping[int, Iterable[int]]) -> set[int]:
+    """What sends params between devices before a layer reads them, and the joining and cutting around that.
+
+    The compiled program says what is sent, so a step has no boxes for these.
+    """
+    of_data = reach((draft.at for draft in net.drafts if draft.op == "input"), readers_of)
+    of_params = {draft.at for draft in net.layers} - of_data
+    sent = [draft.at for draft in net.layers if draft.at in of_params and draft.op in COLLECTIVES]
+    around = (
+        reach(sent, {at: of_params.intersection(ends) for at, ends in wires.items() if at in of_params})
+        for wires in (sources, readers_of)
+    )
+    return set[int]().union(*around)
 
 
 def _results(raw: Raw) -> dict[str, str]:
@@ -432,6 +458,8 @@ class Placing:
         at = self.places.draft_at.get(instruction.name)
         if at is not None and at in self._glue:
             return "gradients", self._behind(at)
+        if at is not None and at in self.phases.gathers:
+            return "parameters", [row.draft.at for row in self.phases.gathers[at]]
         ways: dict[Phase, tuple[int, list[int]]] = {}
         for number, name in enumerate(instruction.operands):
             phase, layers = self._way(instruction, at, name, number if instruction.is_tuple else None)
@@ -514,6 +542,7 @@ class Placing:
             or instruction.opcode in _REARRANGES
             or kind_of(instruction)
             or at in self._glue
+            or at in self.phases.gathers
         ):
             return None
         if at is None:

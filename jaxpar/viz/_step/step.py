@@ -26,11 +26,12 @@ from .._fold.calls import Call
 from .._fold.templates import Pattern, Rule
 from .._function import check_picture, check_trace, read
 from .._graph import Graph
+from .._layout.collapse import FEW_BOXES, close_until
 from .._layout.net import Draft, Net, name_drafts, to_graph
-from .._program.hlo import parse
-from .._program.memory import memory_of
+from .._program.hlo import Program, parse
+from .._program.memory import StepMemory, memory_of
 from .._program.sends import KINDS, sends_of
-from .._trace import layers
+from .._trace import all_layers, close
 from .edges import arguments_of, device_count, edges_of, mesh_of
 from .graph import StepGraph, StepLayer, StepPart
 from .places import Places, Placing, Row
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 Profile = Mapping[str, float] | str | os.PathLike[str]
 _HEATS = ("flop/byte", "memory")
+_MOST_NODES = 200  # layers in a picture
+_ROWS = (12, 10, 8, 6)  # of boxes, that a picture has at most until it fits a screen
 
 
 def trace_step(
@@ -94,7 +97,7 @@ def plot_step(
     time_limit: float = 30.0,
     params_argnums: int | Sequence[int] | None = 0,
     depth: int | None = None,
-    max_nodes: int | None = 200,
+    max_nodes: int | Literal["screen"] | None = "screen",
     repeats: bool = True,
     rules: Sequence[Call | Pattern | Rule] = (),
 ) -> StepPlot:
@@ -105,7 +108,9 @@ def plot_step(
     sends the array. The step is compiled and not run.
 
     Args:
-        step, args, params_argnums, depth, max_nodes, repeats, rules: as for `trace_step`.
+        step, args, params_argnums, depth, repeats, rules: as for `trace_step`.
+        max_nodes: "screen": blocks are closed until a screen of 1280 × 900 pixels shows all at 60 %, unless `depth`,
+            `height` or times are given. An int or None: as for `trace_step`.
         title: the text below the picture, and the file name for `render`.
         heat: colours the layers: "flop/byte"; "memory", the live bytes while a layer runs; a dict {layer: seconds}; or
             the directory of a profile of `jax.profiler.trace`.
@@ -145,8 +150,13 @@ def plot_step(
             f"plot_step: heat must be one of {', '.join(_HEATS)}, a dict of layers and seconds, or the directory of a "
             f"profile, got {profile!r}"
         )
-    options = (depth, max_nodes, repeats, rules)
-    graph, network = read_step(step, args, params_argnums, profile, options)
+    on_screen = max_nodes == "screen" and depth is None and height is None and profile is None
+    most = _MOST_NODES if max_nodes == "screen" else max_nodes
+    options = (depth, most, repeats, rules)
+    from .picture import fits_screen  # loads graphviz
+
+    fits = functools.partial(fits_screen, options=Options(title)) if on_screen else None
+    graph, network = read_step(step, args, params_argnums, profile, options, fits=fits)
     shown = str(heat) if named else "seconds" if profile is not None else None
     parts = (part for layer in (*graph.layers, *graph.optimizers) for part in (layer.forward, layer.backward) if part)
     if height is not None and all(part.peak is None for part in parts):
@@ -179,32 +189,62 @@ def read_step(
     profile: Profile | None,
     options: tuple[Any, ...],
     compiled: jax.stages.Compiled | None = None,
+    fits: Callable[[StepGraph, Graph], bool] | None = None,
 ) -> tuple[StepGraph, Graph]:
     """The step and the network of the same function. Arguments and errors as of `trace_step`.
 
-    `compiled` is the program of the step, where there is one already.
+    `compiled` is the program of the step, where there is one already. Blocks are closed until the picture `fits`.
     """
     check_trace(step, len(args), params_argnums, *options, what="trace_step")
     seconds_or_folder = _check_profile(profile)
     # Layers come from the trace; what is sent and what is live come from the compiled program. `Places` says which
     # instruction is of which layer.
-    net, compiled = _read(step, args, params_argnums, options, compiled)
-    program, names = parse(compiled.as_text() or ""), name_drafts(net)
+    whole, compiled = _read(step, args, params_argnums, options, compiled)
+    program, depth, most = parse(compiled.as_text() or ""), *options[:2]
+    memory = memory_of(program, compiled)
+    # A picture that is too high is made again, of fewer rows.
+    rows = iter(_ROWS)
+    while True:
+        net = whole.copy()
+        close(net, depth, most)
+        graph, network = _graph_of(step, args, net, compiled, program, memory, seconds_or_folder)
+        if fits is None or fits(graph, network) or (fewer := next(rows, None)) is None:
+            return graph, network
+        close_until(whole, functools.partial(_has_rows, most=fewer), few=FEW_BOXES)
+
+
+def _has_rows(net: Net, most: int) -> bool:
+    """Whether a step has at most so many rows, one for each layer with a gradient."""
+    return len({draft.layer.at for draft in net.layers if draft.forward is not None}) <= most
+
+
+def _graph_of(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    net: Net,
+    compiled: jax.stages.Compiled,
+    program: Program,
+    memory_and_live: tuple[StepMemory | None, dict[str, int]],
+    seconds_or_folder: Mapping[str, float] | Path | None,
+) -> tuple[StepGraph, Graph]:
+    """The step and the network of one net, and the program that was compiled for it."""
+    mesh, devices = mesh_of(compiled, args), device_count(compiled)
+    memory, live = memory_and_live
+    names = name_drafts(net)
     places = Places(program, net, names)
     phases = places.phases
     if not any(row.backward for row in phases.rows):
         raise ValueError(
             f"trace_step: {_name(step)} computes no gradient. Give a whole training step, or draw it with plot_network"
         )
-    mesh, devices = mesh_of(compiled, args), device_count(compiled)
-    placing, (memory, live) = Placing(places), memory_of(program, compiled)
+    placing = Placing(places)
     part = functools.partial(_part, places, _peaks(places, live), _seconds(seconds_or_folder, places))
     leaf_names = [value.name for value in net.raw.values[: len(jax.tree.leaves(args))]]
     network = to_graph(net)
     counted = {node.name: node.params for node in network.nodes}
     graph = StepGraph(
-        layers=tuple(_layer(places, row, counted[names[row.draft.at]], part) for row in phases.rows),
-        optimizers=tuple(_layer(places, Row(draft), 0, part) for draft in phases.optimizers),
+        layers=tuple(_layer(places, row, counted, part) for row in phases.rows),
+        optimizers=tuple(_layer(places, Row(draft), {}, part) for draft in phases.optimizers),
         edges=edges_of(places, mesh, devices),
         collectives=tuple(placing.place(send) for send in sends_of(program, mesh, devices)),
         arguments=arguments_of(program, compiled, leaf_names, args),
@@ -230,7 +270,7 @@ def _read(
         if str(error).startswith("viz: "):  # an argument that is no array, an option
             raise
         raise _failure(step, args, "traced", error) from error
-    net = layers(raw, *options)
+    net = all_layers(raw, *options[2:])
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
@@ -268,8 +308,9 @@ def _peaks(places: Places, live: dict[str, int]) -> dict[int, int]:
     return peaks
 
 
-def _layer(places: Places, row: Row, params: int, part: Callable[[list[Draft]], StepPart]) -> StepLayer:
+def _layer(places: Places, row: Row, counted: dict[str, int], part: Callable[[list[Draft]], StepPart]) -> StepLayer:
     draft, values = row.draft, places.net.raw.values
+    reads = [draft, *row.gathered]
     return StepLayer(
         name=places.names[draft.at],
         op=draft.op,
@@ -279,8 +320,8 @@ def _layer(places: Places, row: Row, params: int, part: Callable[[list[Draft]], 
         scope=draft.scope,
         source=draft.source,
         repeat=draft.repeat,
-        params=params,
-        weights=tuple(values[weight].name for weight in draft.weights),
+        params=sum(counted.get(places.names[each.at], 0) for each in reads),
+        weights=tuple(values[weight].name for each in reads for weight in each.weights),
         forward=part([draft]),
         backward=part(row.backward) if row.backward else None,
     )
