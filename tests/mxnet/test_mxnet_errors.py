@@ -259,7 +259,7 @@ OPERATORS = [
     ("LeakyReLU", [Z], {"act_type": "swish", **RANDOM}, ["act_type", "'swish'"]),
     ("Pooling", [IMAGE], {"kernel": (2, 2), "pool_type": "median"}, ["pool_type", "'median'", "max, avg, sum, lp"]),
     ("Pooling", [IMAGE], {"kernel": (2, 2), "pool_type": "lp", "p_value": 4}, ["p_value", "1, 2 or 3", "4"]),
-    ("Pooling", [IMAGE], {"kernel": (2, 2), "pooling_convention": "half"}, ["pooling_convention", "'half'", "valid, full"]),
+    ("Pooling", [IMAGE], {"kernel": (2, 2), "pooling_convention": "half"}, ["convention", "'half'", "valid, full"]),
     ("Pooling", [IMAGE], {"kernel": (2,)}, ["kernel", "2 numbers", "(2,)"]),
     ("Pooling", [IMAGE], {"kernel": (3, 3)}, ["3", "2"]),
     ("MakeLoss", [Z], {"normalization": "mean"}, ["normalization", "'mean'", "null, batch, valid"]),
