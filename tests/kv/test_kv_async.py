@@ -353,7 +353,8 @@ def needed(text, op):
 
 def arguments_of(state, field, count):
     """The arguments of a step's program that hold arrays of a field of the store; of pending pushes the values."""
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    # The first leaf is the `rng`, which is not donated.
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)][1:]
     found = {f"donated[{i}]" for i, p in enumerate(paths) if p.startswith(f".store.{field}") and ".count" not in p}
     assert len(found) == count, paths
     return found
