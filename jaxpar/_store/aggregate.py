@@ -402,35 +402,38 @@ def _update_shares(store: KVStore, key: int, rows: Layout, pushed: jax.Array, nu
         return update_one(updater, key, pushed, state, stored, num_updates)
     is_row = jax.tree.map(lambda leaf: leaf.shape == stored.shape, state)
     run = functools.partial(update_one, updater, key, num_updates=num_updates)
-    return _of_each_row(run, is_row, pushed, state, stored)
+    return _of_each_row(store, run, is_row, pushed, state, stored)
 
 
 def _of_each_row(
-    run: Callable[[Tree, PyTree, Tree], tuple[Tree, PyTree]], is_row: PyTree, pushed: Tree, state: PyTree, stored: Tree
+    store: KVStore,
+    run: Callable[[Tree, PyTree, Tree], tuple[Tree, PyTree]],
+    is_row: PyTree,
+    pushed: Tree,
+    state: PyTree,
+    stored: Tree,
 ) -> tuple[Tree, PyTree]:
     """`run` of each row of arrays (n, chunk). `is_row` tells which leaves of the state have rows."""
-    if jax.tree.leaves(stored)[0].shape[0] > 1:
+    is_on_tpu = store.devices is not None and store.devices[0].platform == "tpu"
+    if not is_on_tpu or jax.tree.leaves(stored)[0].shape[0] > 1:
         axes = jax.tree.map(lambda has_rows: 0 if has_rows else None, is_row)
         return jax.vmap(run, in_axes=(0, axes, 0), out_axes=(0, axes))(pushed, state, stored)
-    # Under `shard_map` there is one row, which is updated as a flat array.
-    pushed, stored = _flat_on_tpu(jax.tree.map(lambda x: x[0], (pushed, stored)))
-    state = _flat_on_tpu(jax.tree.map(lambda has_rows, x: x[0] if has_rows else x, is_row, state))
-    new, state = _flat_on_tpu(run(pushed, state, stored))
+    # Under `shard_map` there is one row. A TPU fills the tiles of a flat array. Of (1, chunk) seven lines of eight are
+    # empty, and an update takes three times as long.
+    pushed, stored = _kept_flat(jax.tree.map(lambda x: x[0], (pushed, stored)))
+    state = _kept_flat(jax.tree.map(lambda has_rows, x: x[0] if has_rows else x, is_row, state))
+    new, state = _kept_flat(run(pushed, state, stored))
     state = jax.tree.map(lambda has_rows, x: x[None] if has_rows else x, is_row, state)
     return jax.tree.map(lambda x: x[None], new), state
 
 
-def _flat_on_tpu(tree: Tree) -> Tree:
-    """The same arrays. XLA computes with those of whole tiles as they are, and not as (1, chunk), on TPUs."""
-    # A TPU fills the tiles of a flat array. Of (1, chunk) seven lines of eight are empty, and an update takes three
-    # times as long. A row of whole tiles is a flat array as it lies there. Any other would be copied, which takes
-    # longer still.
+def _kept_flat(tree: Tree) -> Tree:
+    """The same arrays. XLA computes with those of whole tiles as they are, and not as (1, chunk)."""
+    # A row of whole tiles is a flat array as it lies there. Any other would be copied, which takes longer still.
     leaves, structure = jax.tree.flatten(tree)
     in_tiles = {i: x for i, x in enumerate(leaves) if x.size and x.size % _TILE == 0}
-    if in_tiles:
-        kept = lax.platform_dependent(in_tiles, tpu=lax.optimization_barrier, default=lambda arrays: arrays)
-        leaves = [kept.get(i, x) for i, x in enumerate(leaves)]
-    return structure.unflatten(leaves)
+    kept = lax.optimization_barrier(in_tiles)
+    return structure.unflatten([kept.get(i, x) for i, x in enumerate(leaves)])
 
 
 def _update_tree(store: KVStore, grads: Arrays, loss: jax.Array | None) -> Changes:
@@ -441,7 +444,7 @@ def _update_tree(store: KVStore, grads: Arrays, loss: jax.Array | None) -> Chang
     # Rows (devices, chunk) of all devices: the optimizer is elementwise, and sees one row at a time, as a device does.
     if stores.is_in_rows(store) and any(g.ndim > 1 for g in grads.values()):
         is_row = jax.tree.map(lambda leaf: leaf.ndim > 1, store.optimizer_state)  # as the grads
-        run = functools.partial(_of_each_row, run, is_row)
+        run = functools.partial(_of_each_row, store, run, is_row)
     before = store.optimizer_state
     params, state = run(stores.tree_of(store, {**grads, **left}), before, stores.tree_of(store, store.values))
     leaves, structure = jax.tree.flatten(state)

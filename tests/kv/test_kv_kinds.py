@@ -1,8 +1,10 @@
 """What the kinds do between devices, read from the compiled programs: collectives, bytes, memory, transfers."""
 
 import dataclasses
+import functools
 import inspect
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from kv_model import FOUR, collectives_in, on_mesh, put, whole_numbers
 from jaxpar import kv, updaters
 from jaxpar._devices import collectives
 from jaxpar._devices.collectives import BucketLimits
-from jaxpar._store import store as stores
+from jaxpar._store import aggregate, store as stores
 from jaxpar._store.mxnet_names import KIND_ALIASES
 
 MB = 1 << 20
@@ -319,3 +321,26 @@ def test_a_gradient_that_shard_map_summed_already_is_the_users_to_know():
 
     assert float(run(own=True)) == float(x.sum())
     assert float(run(own=False)) == 4 * float(x.sum())
+
+
+def test_a_row_on_a_tpu_is_updated_as_a_flat_array():
+    """The same numbers as by the axis of rows, which other devices keep. No TPU is needed to compute them."""
+    tx = optax.adamw(0.1)
+    store = kv.from_params(
+        {"w": jnp.zeros((64, 64)), "b": jnp.zeros(5)}, optimizer=tx, kind="sharded", devices=jax.devices()[:2]
+    )
+    on_tpu = dataclasses.replace(store, devices=(types.SimpleNamespace(platform="tpu"),) * 2)
+    rows = {"w": jnp.arange(2048.0)[None], "b": jnp.arange(3.0)[None]}  # one row of each, of whole tiles and not
+    state = tx.init(rows)
+    is_row = jax.tree.map(lambda leaf: leaf.ndim > 1, state)
+
+    def update(grads, state, params):
+        assert all(leaf.ndim == 1 for leaf in jax.tree.leaves(grads))
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    grads = jax.tree.map(jnp.cos, rows)
+    by_axis, flat = (jax.jit(functools.partial(aggregate._of_each_row, s, update, is_row)) for s in (store, on_tpu))
+    assert "optimization_barrier" in flat.lower(grads, state, rows).as_text()
+    assert "optimization_barrier" not in by_axis.lower(grads, state, rows).as_text()
+    jax.tree.map(np.testing.assert_array_equal, flat(grads, state, rows), by_axis(grads, state, rows))

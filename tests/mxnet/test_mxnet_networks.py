@@ -107,7 +107,7 @@ def test_the_example_of_the_guide(tmp_path, monkeypatch):
         path.rename(tmp_path / path.name.replace("case", "lenet").replace("0007", "0010"))
     monkeypatch.chdir(tmp_path)
     guide = (Path(__file__).parents[2] / "docs" / "from_mxnet.md").read_text()
-    (code,) = [block for block in guide.split("```")[1::2] if "load_checkpoint" in block]
+    code, *_ = [block for block in guide.split("```")[1::2] if "load_checkpoint" in block]
     images, labels = (np.tile(inputs[n], (4,) + (1,) * (inputs[n].ndim - 1)) for n in model.inputs)
     found = {"images": images, "labels": labels.astype(int)}
     exec(code.removeprefix("python\n"), found)

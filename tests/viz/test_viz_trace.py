@@ -422,7 +422,7 @@ def _calls(fn, x):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("build", [m.chain, m.tangle])
-@pytest.mark.parametrize(("few", "many"), [(200, 800), pytest.param(1_000, 3_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("few", "many"), [(300, 1_200), pytest.param(1_000, 3_000, marks=pytest.mark.slow)])
 def test_many_equations(build, few, many):
     x = m.Spec((4,), m.f32)
     (least, _), (most, plot) = _calls(build(few), x), _calls(build(many), x)
