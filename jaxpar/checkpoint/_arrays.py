@@ -159,9 +159,9 @@ def write(path: Path, arrays: dict[str, Any], processes: set[int]) -> Callable[[
     handler = ocp.PyTreeCheckpointHandler(
         use_zarr3=True, use_compression=False, multiprocessing_options=among, type_handler_registry=types
     )
-    # The folders are made here and not by a thread of orbax. Processes tell each other of such a folder by a number that
-    # each of them counts by itself. After a save of one process alone they count differently: one writes into a folder
-    # before the first process has made it, which then removes what it finds there, or waits for minutes.
+    # The folders are made here, and not by a thread of orbax. Processes tell each other of such a folder by a number
+    # that each of them counts by itself. After a save of one process alone they count differently: one writes into a
+    # folder before the first process has made it, which then removes what it finds there, or waits for minutes.
     at_once = ocp.options.AsyncOptions(timeout_secs=TIMEOUT, create_directories_asynchronously=False)
     composite = ocp.CompositeCheckpointHandler(
         composite_options=ocp.CompositeOptions(multiprocessing_options=among, async_options=at_once), state=handler
