@@ -36,7 +36,7 @@ _HASHED = ("name", "shape", "dtype", "impl")  # what the hash takes of the recor
 
 @user_mesh.on_own_mesh
 def to_leaves(
-    tree: PyTree, keep: bool = True, *, may_change: bool
+    tree: PyTree, keep: bool, *, may_change: bool
 ) -> tuple[int | None, list[LeafRecord], list[Any], bool]:
     """The step of a state that has one, for each leaf a record and an array, and whether all processes write these.
 

@@ -214,6 +214,8 @@ OF_OPTIONS = [
      [[[0, 0.9, 0, 0, 0.5, 1]]]),
     ("_contrib_bipartite_matching", {"threshold": 0.5}, [[[0.9, 0.8], [0.7, 0.1]]], ([0, -1], [0, -1])),
     ("_image_normalize", {}, [np.arange(4).reshape(4, 1, 1)], np.arange(4).reshape(4, 1, 1)),
+    ("pick", {}, [[[1, 2], [3, 4]], [1, 0]], [2, 3]),
+    ("pick", {"keepdims": True}, [[[1, 2], [3, 4]], [[1], [0]]], [[2], [3]]),
     ("_contrib_allclose", {}, [[1, 2], [1, 2.00001]], 1),
     ("_contrib_allclose", {}, [[1, 2], [1, 2.001]], 0),
     ("_contrib_allclose", {"atol": 0.01}, [[1, 2], [1, 2.001]], 1),

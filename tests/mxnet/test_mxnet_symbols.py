@@ -148,6 +148,9 @@ HOSTILE = {
     "negative": '{"nodes": [{"op": "relu", "name": "x", "inputs": [[-1, 0, 0]]}], "heads": [[0, 0]]}',
     "a variable's inputs": X + '{"op": "null", "name": "y", "inputs": [[0, 0]]}], "heads": [[0, 0]]}',
     "further": X + '{"op": "relu", "name": "y", "inputs": [[0, 5]]}], "heads": [[1, 0]]}',
+    "a negative output": X
+    + '{"op": "relu", "name": "y", "inputs": [[0, 0]]}, {"op": "relu", "name": "z", "inputs": [[1, -1]]}], '
+    '"heads": [[2, 0]]}',
     "no arrays": '{"nodes": [{"op": "relu", "name": "x", "inputs": []}], "heads": [[0, 0]]}',
     "pairs": '{"nodes": [{"op": "relu", "name": "x", "inputs": [["a", 0]]}], "heads": [[0, 0]]}',
 }

@@ -236,7 +236,7 @@ REFUSED = {
     "one weight of a batch": (V, value(lambda x: (x.sum(1), 5)), ["sum", "(8,)", "weight", "()", "8 examples"]),
     "weights of another shape": (V, value(lambda x: (x.sum(1), x)), ["sum", "(8,)", "weight", "(8, 5)"]),
     "sums of columns": (V, value(lambda x: (x.sum(0), x.sum(0))), ["sum", "(5,)", "weight", "(5,)"]),
-    "as many values by chance": (V, value(lambda x: jnp.ones(8)), ["'loss'", "(8,)", "16 examples"]),
+    "as many values by chance": (V, value(lambda x: x[0, 0] * jnp.ones(8)), ["'loss'", "(8,)", "16 examples"]),
     "as many weights by chance": (V, value(lambda x: (jnp.ones(8),) * 2), ["(8,)", "weight (8,)", "16"]),
     "three parts": (V, value(lambda x: (x, x, x)), ["unpack"]),  # of Python
     "columns of pixels": (
