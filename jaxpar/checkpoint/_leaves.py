@@ -35,9 +35,7 @@ _HASHED = ("name", "shape", "dtype", "impl")  # what the hash takes of the recor
 
 
 @user_mesh.on_own_mesh
-def to_leaves(
-    tree: PyTree, keep: bool, *, may_change: bool
-) -> tuple[int | None, list[LeafRecord], list[Any], bool]:
+def to_leaves(tree: PyTree, keep: bool, *, may_change: bool) -> tuple[int | None, list[LeafRecord], list[Any], bool]:
     """The step of a state that has one, for each leaf a record and an array, and whether all processes write these.
 
     Where no array is split over processes, there are no arrays without `keep`. Those on devices are not copied here:
