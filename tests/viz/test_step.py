@@ -322,6 +322,18 @@ def test_a_step_of_many_layers_is_one_screen():
     assert plot.step.total_params == 16 * (WIDTH * WIDTH + WIDTH)
 
 
+@pytest.mark.slow
+def test_layers_without_names_stay_open_where_two_boxes_would_be_left():
+    """LeNet's of kind "sharded" closed into "dense1, 23 layers" and "conv2", which say nothing of it."""
+    options = {"devices": jax.devices()[:4], "kind": "sharded", "optimizer": optax.sgd(0.1)}
+    state = train.create_state(kv.from_params(lenet.init(jax.random.key(0)), **options), 0)
+    step = train.make_train_step(train.classification_loss(lenet.apply))
+    batch = {"image": np.zeros((64, 28, 28, 1), np.float32), "label": np.zeros(64, np.int32)}
+    plot = viz.plot_step(step, state, batch)
+    assert [layer.op for layer in plot.step.layers].count("Convolution") == 2
+    assert len(plot.step.layers) > 10
+
+
 def test_boxes_as_high_as_the_bytes_that_are_live_and_what_remat_computes_again():
     def layer(x, w):
         return jax.nn.gelu(x @ w)
