@@ -285,3 +285,24 @@ def test_the_program_for_all_batches():
     state, expected = step.many(start(), stacked())
     close(new, jax.tree.leaves(state)[1:])
     close(metrics, expected)
+
+
+def test_spans_by_numbers_have_one_program(monkeypatch):
+    """So a step has the same bits, wherever a run has cut its stacks. The whole stack may have another one."""
+    step = train.make_train_step(squares)
+    program, *_ = step._prepare(world.start(1, tx=TX), None)
+    monkeypatch.setattr(program, "counts_in_program", True)
+    made = [step.many(world.start(1, tx=TX), stacked(), *span) for span in ((), (0, len(LINES)), (0, 2))]
+    assert [program.every._cache_size(), program.several._cache_size()] == [1, 1]
+    (state, metrics), (other, expected), _ = made
+    same((state, metrics), (other, expected), rounding=1e-6)
+
+
+@pytest.mark.slow
+def test_each_program_has_its_own_blocks(monkeypatch):
+    step = train.make_train_step(squares)
+    program, *_ = step._prepare(start(), None)
+    monkeypatch.setattr(program, "counts_in_program", True)
+    for _ in range(2):
+        states = [step.many(start(), stacked(), *span)[0] for span in ((), (0, len(LINES)))]
+    same(*states, rounding=1e-6)

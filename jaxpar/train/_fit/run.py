@@ -150,7 +150,7 @@ class Run:
             params = state.store.treedef.unflatten([specs[key] for key, _ in state.store.paths])
             model = state.module.arguments(params, state.model_state) if of_module else (params,)
             check_classes("fit: train_data", loss_fn.apply_fn, model, self.source.dataset)
-        # How many steps one compiled program makes. "auto": as many as take a fifth of a second, on a GPU fewer.
+        # How many steps one compiled program makes. "auto": as many as take a fifth of a second.
         self.per_program: int | Literal["auto"] = _steps_per_program(
             options.steps_per_execution, step, self.source, state
         )

@@ -21,9 +21,7 @@ from .run import Run, shuffle_key
 # in these rows of their first axis. The devices may still compute them.
 StepResult = tuple[TrainState, Metrics, range | None]
 
-# Seconds that the steps of one program take. Ctrl-C waits for them. On a GPU longer steps gain nothing by it, and a
-# program for all batches of a group would be compiled for nothing.
-_AT_ONCE, _AT_ONCE_ON_A_GPU = 0.2, 0.04
+_AT_ONCE = 0.2  # seconds that the steps of one program take. Ctrl-C waits for them.
 
 
 def own_steps(
@@ -69,13 +67,11 @@ def own_steps(
         "copies for `Undo`": None if run.callbacks.undo is None else run.callbacks.undo.every,
     }
     periods = [every for every in all_periods.values() if every]
-    is_on_gpu = "gpu" in {d.platform for d in state.store.devices or ()}
-    at_once = _AT_ONCE_ON_A_GPU if is_on_gpu else _AT_ONCE
     for batches, number in groups:
         done = 0
         while done < number:
             # The first program has one step, since no step was measured: `step_time` is infinite.
-            most = max(1, int(at_once / clock.step_time)) if run.per_program == "auto" else run.per_program
+            most = max(1, int(_AT_ONCE / clock.step_time)) if run.per_program == "auto" else run.per_program
             remaining = number - done, clock.last - clock.step, *[every - clock.step % every for every in periods]
             if clock.step + 1 in left_out:
                 state, metrics = leave_out(state)

@@ -249,8 +249,9 @@ class JointProgram:
 
         self.one, self.several, self.every = compiled(traced_step), compiled(train_steps), compiled(every_step)
         # After each pass of a loop a GPU asks the host whether there is another one, unless the program says how many
-        # there are. Then small steps take half the time. CPUs have one program for all spans, and so the same bits.
-        self._counts_in_program = platform == "gpu"
+        # there are. Then small steps take half the time. Spans that are asked for by their numbers, as `fit` does, have
+        # one program on all platforms, so that a step has the same bits in each of them.
+        self.counts_in_program = platform == "gpu"
 
         # The first and the end that `several` is given are kept on the devices, so that a call sends nothing.
         @functools.lru_cache(maxsize=64)
@@ -273,18 +274,17 @@ class JointProgram:
         self._finish = jax.jit(finish)  # donates nothing: a run is saved and goes on from the state before
 
     def __call__(
-        self, donated: list[jax.Array], rng: jax.Array, batch: Batch, *span: int
+        self, donated: list[jax.Array], rng: jax.Array, batch: Batch, *span: int | None
     ) -> tuple[TrainState, Metrics]:
-        """One step, or those of `batch[first:end]`, `span` being these two numbers."""
+        """One step, or those of `batch[first:end]`, `span` being these two numbers: (0, None) for all batches."""
         batch = self.batches.place(batch, axis=1 if span else 0)
         wait_before_collectives((donated, batch), self.batches.devices)
-        run, args = self._program(batch, span), (donated, rng, batch)
-        if run is self.several:
-            args = *args, *map(self.number, span)
+        run, numbers = self._program_of(batch, span)
+        args = donated, rng, batch, *map(self.number, numbers)
         # The shapes of a batch decide how large the values of its program are, and so whether they are put in blocks. A
         # `jit` has one set of options, so a program with blocks is another `jit`. It is chosen once for these shapes.
         if self._has_blocks and not is_tracing():  # JAX takes no options inside of another `jit`
-            shapes = (len(span), *[(x.shape, x.dtype) for x in jax.tree.leaves(batch)])
+            shapes = (run, *[(x.shape, x.dtype) for x in jax.tree.leaves(batch)])
             if shapes not in self._in_blocks:
                 if len(self._in_blocks) == _MOST_SHAPES:
                     del self._in_blocks[next(iter(self._in_blocks))]  # the one made first
@@ -295,11 +295,14 @@ class JointProgram:
         new, metrics = run(*args)
         return self._structure.unflatten([rng, *new]), metrics
 
-    def _program(self, batch: Batch, span: tuple[int, ...]) -> Any:
+    def _program_of(self, batch: Batch, span: Sequence[int | None]) -> tuple[Any, list[int]]:
+        """The program for a span, and the numbers that it takes."""
         if not span:
-            return self.one
-        is_whole = span == (0, jax.tree.leaves(batch)[0].shape[0])
-        return self.every if self._counts_in_program and is_whole else self.several
+            return self.one, []
+        first, end = span
+        if end is None and self.counts_in_program:
+            return self.every, []
+        return self.several, [first or 0, jax.tree.leaves(batch)[0].shape[0] if end is None else end]
 
     def parts(
         self, donated: Sequence[Shape], rng: Shape, batch: Batch, many: bool = False
@@ -309,9 +312,8 @@ class JointProgram:
         self.batches.check(batch, axis)
         shapes = shapes_on(batch, self.batches.shardings[axis])
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
-        run = self._program(shapes, (0, jax.tree.leaves(shapes)[0].shape[0]) if many else ())
-        numbers = (number, number) if run is self.several else ()
-        return shapes, [DeviceProgram(run.trace(donated, rng, shapes, *numbers))]
+        run, numbers = self._program_of(shapes, (0, None) if many else ())
+        return shapes, [DeviceProgram(run.trace(donated, rng, shapes, *[number for _ in numbers]))]
 
     def finish(self, donated: list[jax.Array], rng: jax.Array) -> TrainState:
         """The state with nothing pending. The old state stays valid."""

@@ -194,12 +194,13 @@ class TrainStep:
             >>> metrics["loss"].tolist(), float(state.params["w"])
             ([1.0, 0.25, 0.0625], 0.875)
         """
+        is_whole = (first, end) == (0, None)
         first, end, _ = slice(first, end).indices(checks.batch_length(batches, "train step, many"))
         if self.left_out:
             begins = int(state.step) + 1
             if inside := sorted(self.left_out & set(range(begins, begins + end - first))):
                 raise ValueError(f"train step, many: step {inside[0]} is left out; call the step for each batch there")
-        return self._run(state, batches, first, end)
+        return self._run(state, batches, first, None if is_whole else end)
 
     def without(self, steps: Iterable[int]) -> TrainStep:
         """The same step, which makes no update in the steps of these numbers. The first step of a run is 1.
@@ -229,7 +230,7 @@ class TrainStep:
         new, metrics = self._run(state, batch, hashes=hashes)
         return new, metrics, hashes[0]
 
-    def _run(self, state: TrainState, batch: Batch, *span: int, **options: Any) -> tuple[TrainState, Metrics]:
+    def _run(self, state: TrainState, batch: Batch, *span: int | None, **options: Any) -> tuple[TrainState, Metrics]:
         """One step, or several with the first and the end of the batches that they take."""
         processes.refuse_elastic("train step")
         has_mesh = not jax.sharding.get_abstract_mesh().empty

@@ -254,7 +254,7 @@ class VirtualProgram:
         donated: list[jax.Array],
         rng: jax.Array,
         batch: Batch,
-        *span: int,
+        *span: int | None,
         hashes: list[ShardHashes] | None = None,
     ) -> tuple[TrainState, Metrics]:
         """One step. A list gets hashes of what it added up."""
