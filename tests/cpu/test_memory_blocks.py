@@ -81,7 +81,7 @@ def test_programs_of_blocks_are_known_by_shapes_and_dtypes_and_are_not_kept_for_
     for rows, dtype in [(2, np.float32), (2, np.int32), (4, np.float32), (6, np.float32), (2, np.float32)]:
         state, _ = step(state, {"x": np.ones((rows, 3), dtype)})
     program, *_ = step._prepare(state, None)
-    assert list(program._in_blocks) == [(0, ((rows, 3), np.dtype("float32"))) for rows in (4, 6, 2)]
+    assert list(program._in_blocks) == [(program.one, ((rows, 3), np.dtype("float32"))) for rows in (4, 6, 2)]
 
 
 def test_xla_takes_several_blocks_in_place_of_one():
