@@ -45,6 +45,8 @@ from ._updaters import (
     from_optax as from_optax,
     is_lazy as _is_lazy,
     learning_rates as learning_rates,
+    rate_arrays as _rate_arrays,
+    rate_names as _rate_names,
     set_learning_rate as set_learning_rate,
     stateless as stateless,
 )

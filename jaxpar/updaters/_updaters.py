@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
@@ -460,9 +460,22 @@ def learning_rates(state: PyTree) -> dict[str, float]:
         >>> list(learning_rates(store).values())
         [0.5]
     """
+    return {path: float(rate) for path, rate in rate_arrays(state).items()}
+
+
+def rate_arrays(state: PyTree) -> dict[str, jax.Array]:
+    """As `learning_rates`, as the scalars of the state, which may be traced."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     rates = {path: leaf for path, leaf in leaves if _is_rate(path) and jnp.ndim(leaf) == 0}
-    return {"/".join(map(str, _steps(path))): float(leaf) for path, leaf in rates.items()}
+    return {"/".join(map(str, _steps(path))): leaf for path, leaf in rates.items()}
+
+
+def rate_names(paths: Collection[str]) -> list[str]:
+    """A name for each of several rates: what its path does not share with the others, or else its number."""
+    steps = [path.split("/") for path in paths]
+    common = set.intersection(*map(set, steps))
+    names = ["_".join(step for step in each if step not in common) for each in steps]
+    return [name or str(i) for i, name in enumerate(names)]
 
 
 def _is_rate(path: KeyPath) -> bool:

@@ -1,5 +1,7 @@
 """`record=`: the norms that a step reports, under every engine, kind and option, against their definition."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import optax
 import pytest
 from world import line, mostly_slow, squares
 
-from jaxpar import data, train
+from jaxpar import data, train, updaters
 
 RATE = 0.25
 NORMS = ("grad_norm", "update_norm")
@@ -105,9 +107,55 @@ def test_norms_are_in_the_records_and_before_the_transform():
     np.testing.assert_allclose(record["grad_norm"], np.mean([each["grad_norm"] for each in seen]), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"kind": "sharded"}, *mostly_slow([{"virtual_shards": 4}, {"engine": "jit"}, {"local_steps": 1}])],
+    ids=str,
+)
+def test_the_learning_rate_of_the_update(options):
+    schedule = optax.linear_schedule(0.5, 0.0, 4)
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)
+    where = {"devices": jax.devices()[:4]}
+    state, step = train.start(PARAMS, tx, squares, record=("lr", "update_norm", "grad_norm"), **where, **options)
+    for n in range(3):
+        state, metrics = step(state, line())
+        np.testing.assert_allclose(metrics["lr"], schedule(n), rtol=1e-6)
+        # It is the rate of this update, and of no other.
+        np.testing.assert_allclose(metrics["update_norm"], schedule(n) * metrics["grad_norm"], rtol=1e-5)
+
+
+def test_the_learning_rates_of_several_optimizers():
+    rates = {"fast": 0.5, "slow": 0.125}
+    txs = {name: optax.inject_hyperparams(optax.sgd)(learning_rate=rate) for name, rate in rates.items()}
+    tx = optax.multi_transform(txs, {"w": "fast", "b": "slow"})
+    state, step = train.start(PARAMS, tx, squares, record="lr")
+    _, metrics = step(state, line())
+    recorded = {name: float(x) for name, x in metrics.items() if name.startswith("lr")}
+    assert recorded == {"lr/fast": 0.5, "lr/slow": 0.125}
+
+
+def test_the_learning_rate_of_an_updater_with_a_state_for_each_key():
+    state, step = train.start(PARAMS, updaters.mxnet_sgd(RATE, rate_in_state=True), squares, record="lr")
+    state, metrics = step(state, line())
+    assert metrics["lr"] == RATE
+    one = updaters.set_learning_rate({0: state.store.updater_state[0]}, 0.5)
+    state = dataclasses.replace(
+        state, store=dataclasses.replace(state.store, updater_state=state.store.updater_state | one)
+    )
+    _, metrics = step(state, line())
+    assert np.isnan(metrics["lr"])  # no number is the rate
+
+
 def test_what_record_refuses():
-    with pytest.raises(ValueError, match="unknown record 'lr'; known are grad_norm, update_norm"):
-        train.make_train_step(squares, record=("lr", "grad_norm"))
+    with pytest.raises(ValueError, match="unknown record 'rate'; known are lr, grad_norm, update_norm"):
+        train.make_train_step(squares, record=("rate", "grad_norm"))
+    for tx in (optax.adam(0.1), updaters.mxnet_sgd(optax.linear_schedule(0.5, 0.0, 4))):
+        state, step = train.start(PARAMS, tx, squares, record="lr")
+        with pytest.raises(
+            ValueError, match="record='lr': the state of this optimizer has no learning rate; make it by"
+        ):
+            step(state, line())
+        assert not state.step.is_deleted()
     own = lambda params, batch, rng: (squares(params, batch, rng)[0], {"grad_norm": 1.0})  # noqa: E731
     state, step = train.start(PARAMS, optax.sgd(RATE), own, record="grad_norm")
     with pytest.raises(ValueError, match="aux of loss_fn has 'grad_norm', which the step reports itself"):

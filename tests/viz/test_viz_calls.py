@@ -5,6 +5,7 @@ import functools
 import os
 import pathlib
 import pickle
+import shutil
 import xml.etree.ElementTree as ET
 
 import graphviz
@@ -80,7 +81,8 @@ def test_a_picture_is_a_digraph():
     whole = graphviz.Digraph()
     whole.subgraph(plot)
     assert "tanh0" in whole.source
-    assert isinstance(plot.unflatten(stagger=3), graphviz.Source)
+    if shutil.which("unflatten"):  # a program of Graphviz of its own, which Debian's package has no more from 14 on
+        assert isinstance(plot.unflatten(stagger=3), graphviz.Source)
     more.clear()
     assert more.source == "digraph plot {\n}\n"
 

@@ -211,10 +211,8 @@ def _rates(state: TrainState) -> dict[str, float]:
         )
     if len(set(rates.values())) == 1:
         return {_NAME: next(iter(rates.values()))}
-    paths = [path.split("/") for path in rates]
-    common = set.intersection(*map(set, paths))
-    names = ["_".join(word for word in path if word not in common) for path in paths]
-    return {f"{_NAME}_{name or i}": rate for i, (name, rate) in enumerate(zip(names, rates.values(), strict=True))}
+    names = updaters._rate_names(rates)
+    return {f"{_NAME}_{name}": rate for name, rate in zip(names, rates.values(), strict=True)}
 
 
 # The metric that is monitored where none is named.

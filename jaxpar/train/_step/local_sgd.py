@@ -62,8 +62,8 @@ class LocalSGD(DeviceStep):
         # Metrics and model state are those of all devices, at every step: a guard decides by the metrics for all of
         # them, and running statistics that part could not be put together again.
         metrics, model_state, flags = self.mean_over_devices(state, shard, grads, {})
-        norms = self.norms(local_state.store, store, grads)
-        norms = lax.pmean(norms, axis) if norms else {}
+        recorded = self.recorded(local_state.store, store, grads)
+        recorded = lax.pmean(recorded, axis) if recorded else {}
 
         # The end of a round.
         local = _reshape_as(state.local, _local_part(store, list(state.local["values"]), transform))
@@ -72,7 +72,7 @@ class LocalSGD(DeviceStep):
         new = self._end_round(new, since == self.steps)
         new = dataclasses.replace(new, step=state.step + 1, model_state=model_state)
 
-        return self.finish_step(state, new, metrics, flags, norms)
+        return self.finish_step(state, new, metrics, flags, recorded)
 
     def apply_pending(self, state: TrainState) -> TrainState:
         """The state after the unfinished round was ended early."""

@@ -127,10 +127,10 @@ class DeviceStep:
         summed_rows = self.sum_rows(rows)
         store, transform = self.apply(state, params, summed, residuals, ready, metrics["loss"], summed_rows)
         store = dataclasses.replace(store, pending={**store.pending, **pending})
-        norms = self.norms(state.store, store, summed, summed_rows)
+        recorded = self.recorded(state.store, store, summed, summed_rows)
         new = dataclasses.replace(state, step=state.step + 1, store=store, transform=transform, model_state=model_state)
 
-        return self.finish_step(state, new, metrics, flags, norms)
+        return self.finish_step(state, new, metrics, flags, recorded)
 
     def gradient(
         self, state: TrainState, params: PyTree, batch: Batch, rng: jax.Array, model_state: PyTree
@@ -371,8 +371,8 @@ class DeviceStep:
                 transform = queue.select(jnp.stack(list(ready.values())).any(), transform, state.transform)
         return stores.with_changes(state.store, changes), transform
 
-    def norms(self, old: kv.KVStore, new: kv.KVStore, summed: Arrays, rows: Rows = _NO_ROWS) -> Metrics:
-        """What `record` asks for: the norms of the summed gradients and of the change of the trained params."""
+    def recorded(self, old: kv.KVStore, new: kv.KVStore, summed: Arrays, rows: Rows = _NO_ROWS) -> Metrics:
+        """What `record` asks for: norms of the summed gradients and of the change of the trained params, and rates."""
 
         def squares(arrays: Iterable[jax.Array]) -> jax.Array:
             return sum((jnp.sum(jnp.square(jnp.abs(widen(x)))) for x in arrays), jnp.float32(0))
@@ -381,13 +381,13 @@ class DeviceStep:
             # In kind `sharded` each device has a shard of each value, and all have all summed rows.
             return lax.psum(total, self.axis_name) if stores.is_in_rows(old) else total
 
-        norms = {}
+        recorded: Metrics = {}
         if "grad_norm" in self.record:
             of_rows = squares(r.values for r in rows.values())
-            norms["grad_norm"] = jnp.sqrt(over_shards(squares(summed.values())) + of_rows)
+            recorded["grad_norm"] = jnp.sqrt(over_shards(squares(summed.values())) + of_rows)
         if "update_norm" in self.record:
             changes = (widen(new.values[k]) - widen(old.values[k]) for k in stores.trained_keys(old))
-            norms["update_norm"] = jnp.sqrt(over_shards(squares(changes)))
+            recorded["update_norm"] = jnp.sqrt(over_shards(squares(changes)))
 
         # Of each param, by the names of the params.
         names = kv.names(old)
@@ -399,20 +399,30 @@ class DeviceStep:
             of_keys = [squares([arrays[k]] if k in arrays else []) for k in keys]
             of_rows = [squares([rows[k].values] if k in rows and name == "grad_norm" else []) for k in keys]
             each = jnp.sqrt(over_shards(jnp.stack(of_keys)) + jnp.stack(of_rows))
-            norms |= {f"{name}/{names[k]}": each[i] for i, k in enumerate(keys)}
-        return norms
+            recorded |= {f"{name}/{names[k]}": each[i] for i, k in enumerate(keys)}
+
+        # The rate of this update: an optimizer leaves the one that it used in its state. An optimizer of `jp.updaters`
+        # has it once for each key. If somebody gave these different ones, no number is the rate.
+        if "lr" in self.record:
+            rates = updaters._rate_arrays(new)
+            if all(path.startswith("updater_state/") for path in rates):
+                of_keys = jnp.stack(list(rates.values()))
+                rates = {"": jnp.where((of_keys == of_keys[0]).all(), of_keys[0], jnp.nan)}
+            names_of_rates = updaters._rate_names(rates) if len(rates) > 1 else []
+            recorded |= zip([f"lr/{name}" for name in names_of_rates] or ["lr"], rates.values(), strict=True)
+        return recorded
 
     def finish_step(
-        self, old: TrainState, new: TrainState, metrics: Metrics, flags: jax.Array | None, norms: Metrics
+        self, old: TrainState, new: TrainState, metrics: Metrics, flags: jax.Array | None, recorded: Metrics
     ) -> tuple[TrainState, Metrics]:
         """The state after the guard, which may keep the old one, and all metrics."""
-        reported = norms
+        reported = recorded
         if self.guard is not None and flags is not None:  # there are flags where there is a guard
             new, of_guard = self.guard(old, new, flags)
-            for name in norms:
+            for name in recorded:
                 if name.startswith("update_norm"):  # an update that was left out changed nothing
-                    norms = {**norms, name: jnp.where(of_guard["skipped"] > 0, 0, norms[name])}
-            reported = {**of_guard, **norms}
+                    recorded = {**recorded, name: jnp.where(of_guard["skipped"] > 0, 0, recorded[name])}
+            reported = {**of_guard, **recorded}
         if taken := metrics.keys() & reported.keys():
             raise ValueError(
                 f"train step: aux of loss_fn has {min(taken)!r}, which the step reports itself; rename that value"
@@ -462,6 +472,12 @@ class DeviceStep:
             )
         if tables := self.tables(state.store):
             check_tables(state.store, tables, self.grad_transform)
+        if "lr" in self.record and not updaters._rate_arrays(state.store):
+            raise ValueError(
+                "train step: record='lr': the state of this optimizer has no learning rate; make it by "
+                "optax.inject_hyperparams(optax.adam)(learning_rate=...), or one of jp.updaters with "
+                "rate_in_state=True, or give fit(callbacks=train.LearningRate(schedule))"
+            )
         # A state of `create_state` knows nothing of the step's options. One that was restored, or comes from another
         # step, keeps what it has: the scale that was found, what a transform remembers.
         missing: dict[str, PyTree] = {}
@@ -614,7 +630,7 @@ class GlobalStep(DeviceStep):
 
         # The update. Leaves of the model state that have no mean are those of the first shard.
         store, transform = self.apply(state, params, grads, {}, None, metrics["loss"])
-        norms = self.norms(state.store, store, grads)
+        recorded = self.recorded(state.store, store, grads)
         sums = [tuple(x.sum(axes) for x in terms) for terms in model_state_terms(total.model_state, count)]
         first = jax.tree.map(lambda x: x[(0,) * len(axes)], total.model_state)
         model_state = model_state_mean(first, sums, count)
@@ -624,7 +640,7 @@ class GlobalStep(DeviceStep):
         flags = None
         if self.guard is not None:
             flags = nonfinite_flags(state.store, metrics["loss"], grads, {})
-        return self.finish_step(state, new, metrics, flags, norms)
+        return self.finish_step(state, new, metrics, flags, recorded)
 
     def with_initial_parts(self, state: TrainState) -> TrainState:
         check_axes(self.axes, stores.mesh_of_values(state.store), "train step")

@@ -501,11 +501,13 @@ def make_train_step(
             uses only to look up rows, `params["users"][ids]`. Devices send the rows that are looked up, and the
             optimizer updates these rows alone and their part of its state. Any other use of a table, and optimizers
             that treat rows together, are errors. docs/training.md says more.
-        record: of "grad_norm", "update_norm", "grad_norms" and "update_norms" one or several: the step reports them as
-            metrics, in the same program. The first is the norm of the summed gradients before `grad_transform`, the
-            second that of the change of the trained params. The others are those of each param, as
-            `grad_norm/hidden/kernel`; the lines of `fit` leave them out. With `local_steps` they are means over the
-            devices, of each one's own gradients and updates.
+        record: of "lr", "grad_norm", "update_norm", "grad_norms" and "update_norms" one or several: the step reports
+            them as metrics, in the same program. "grad_norm" is the norm of the summed gradients before
+            `grad_transform`, "update_norm" that of the change of the trained params. "grad_norms" and "update_norms"
+            are those of each param, as `grad_norm/hidden/kernel`; the lines of `fit` leave them out. "lr" is the
+            learning rate of the update, which the optimizer must have in its state, by `optax.inject_hyperparams` or
+            `rate_in_state=True`. Of several optimizers it is `lr/<name>` for each. With `local_steps` they are means
+            over the devices, of each one's own gradients and updates.
 
     Returns:
         `step(state, batch) -> (state, metrics)`, compiled once for each shape of a batch. `batch` is the global
@@ -538,8 +540,8 @@ def make_train_step(
     checks.choice(unused, caller, "unused", ("warn", "skip"))
     checks.whole_number(accumulate, caller, "accumulate")
     record = (record,) if isinstance(record, str) else tuple(record)
-    for name in record:  # `train.LearningRate()`, a callback of `fit`, records the learning rate
-        checks.choice(name, caller, "record", ("grad_norm", "update_norm", "grad_norms", "update_norms"))
+    for name in record:
+        checks.choice(name, caller, "record", ("lr", "grad_norm", "update_norm", "grad_norms", "update_norms"))
     for name, count in (("local_steps", local_steps), ("virtual_shards", virtual_shards)):
         if count is not None:
             checks.whole_number(count, caller, name)
@@ -701,8 +703,8 @@ def start(
         virtual_shards: the number of fixed shards of a batch, for bit-equal results on any number of devices.
         row_sparse: the tables whose gradients are the rows that the loss looks up, `params["users"][ids]`: a pattern of
             names, or several. Only these rows are sent and updated.
-        record: "grad_norm", "update_norm", or "grad_norms", "update_norms" of each param: norms that the step reports
-            as metrics.
+        record: "grad_norm", "update_norm", or "grad_norms", "update_norms" of each param, and "lr", the learning rate:
+            what the step reports as metrics.
 
     Returns:
         (state, step), for `train.fit(state, step, data, ...)` or `state, metrics = step(state, batch)`.

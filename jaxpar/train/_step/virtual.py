@@ -141,14 +141,14 @@ class VirtualStep(DeviceStep):
         # The update.
         params = whole_params(state.store, self.axis_name)
         store, transform = self.apply(state, params, summed, {}, None, metrics["loss"])
-        norms = self.norms(state.store, store, summed)
+        recorded = self.recorded(state.store, store, summed)
         plain, restore = without_keys(state.model_state)
         not_added = iter(unsummed)
         plain = jax.tree.map(lambda x: x if is_floating(x) else next(not_added), plain)
         model_state = restore(model_state_mean(plain, of_model_state, self.shards))
         new = dataclasses.replace(state, step=state.step + 1, store=store, transform=transform, model_state=model_state)
 
-        return self.finish_step(state, new, metrics, flags, norms)
+        return self.finish_step(state, new, metrics, flags, recorded)
 
 
 def _programs_of(step: VirtualStep, structure: Structure, platform: str) -> tuple[Any, Any, Any, Any]:
