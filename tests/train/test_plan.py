@@ -49,12 +49,13 @@ def make(devices, kind="device", rows=16, read=False, fsdp=False, compression=No
 def here(monkeypatch):
     """CPU devices in place of those of a slice, and this process in place of the one that compiles."""
     monkeypatch.setattr(child.Slice, "devices", lambda self: tuple(jax.devices()[:COUNT]))
-    monkeypatch.setattr("jaxpar.train._plan.plan.ask", lambda *request: _checked(*request))
+    for module in ("plan", "largest"):
+        monkeypatch.setattr(f"jaxpar.train._plan.{module}.ask", lambda *request: _checked(*request))
 
 
-def _checked(make, where, choices):
+def _checked(work, make, where, choices, caller):
     try:
-        return child.examine(make, where, choices, 0.75)
+        return work(make, where, choices, 0.75)
     except Exception as error:
         raise ValueError(child.in_one_line(error)) from None
 
@@ -351,7 +352,7 @@ def test_with_the_compiler(on, choices):
     assert plan["donated_bytes"] >= 3 * 4 * 64 * 64 // split
 
 
-def test_the_largest_batch_is_the_last_one_that_fits_by_its_program():
+def test_the_largest_batch_is_the_last_one_that_fits_by_its_program(monkeypatch):
     def of(devices, batch_size, rows=None, **options):
         store = kv.from_params({"w": jnp.zeros(64)}, optimizer=optax.sgd(0.1), devices=devices)
         step = train.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean(), **options)
@@ -364,11 +365,22 @@ def test_the_largest_batch_is_the_last_one_that_fits_by_its_program():
         return child.peak_bytes(stage.traced.lower().compile(), stage)
 
     limit = peak(1024) + 1000
-    assert train.largest_batch(of, limit, devices=devices, multiple_of=512) == 1024
+    assert train.largest_batch(of, limit=limit, devices=devices, multiple_of=512) == 1024
     assert limit < peak(1536)
     with pytest.raises(ValueError, match=r"a step of 4 examples needs .* the limit is 100;"):  # 2 times accumulate
-        train.largest_batch(of, 100, devices=jax.devices()[:2], accumulate=2)
+        train.largest_batch(of, limit=100, devices=jax.devices()[:2], accumulate=2)
     with pytest.raises(ValueError, match=r"cpu.* does not say how much memory it has; give limit= in bytes"):
         train.largest_batch(of)
     with pytest.raises(ValueError, match="must return a batch of 1 examples"):
-        train.largest_batch(of, 1e9, devices=devices, rows=7)
+        train.largest_batch(of, limit=1e9, devices=devices, rows=7)
+
+    # On chips that are not there. Of a GPU, JAX takes three quarters of the memory, and `limit` is a part of these.
+    with pytest.raises(ValueError, match="on='h100:1' has devices of its own; give on= or devices=, not both"):
+        train.largest_batch(of, "h100:1", devices=devices)
+    with pytest.raises(ValueError, match=r"unknown accelerator, on=0\.5; known are v4"):
+        train.largest_batch(of, 0.5)
+    monkeypatch.setattr(child.Slice, "devices", lambda self: tuple(devices))
+    assert train.largest_batch(of, "h100:1", limit, multiple_of=512) == 1024
+    chip = child.Chip(int(limit / 0.5 / 0.75) + 2, numbers=child.CHIPS["h100"].numbers)
+    monkeypatch.setitem(child.CHIPS, "h100", chip)
+    assert train.largest_batch(of, "h100:1", 0.5, multiple_of=512) == 1024

@@ -152,17 +152,20 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 _KEYED = re.compile(r"(values|updater_state|residuals|pending)\[(\d+)\](?:\.values)?")
 
 
-def ask(make: Callable[..., Any], target: Slice, choices: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """What `examine` gives, from a process of its own, or the error that it gives."""
+Work = Callable[[Callable[..., Any], Slice, dict[str, Any], float], Any]  # such as `examine`
+
+
+def ask(work: Work, make: Callable[..., Any], target: Slice, choices: dict[str, Any], caller: str) -> Any:
+    """What `work(make, target, choices, fraction)` gives, from a process of its own, or the error that it gives."""
     python = os.environ.get(PYTHON) or sys.executable
     fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75)
     settings = {name: getattr(jax.config, name) for name in _SETTINGS}
     try:  # functions of a notebook by value
         pickler = importlib.import_module("cloudpickle" if importlib.util.find_spec("cloudpickle") else "pickle")
-        request = pickler.dumps((make, target, choices, fraction, settings))
+        request = pickler.dumps((work, make, target, choices, fraction, settings))
     except Exception as error:
         raise ValueError(
-            f"train.plan: make or a choice cannot be sent to the process that compiles ({error}); {_BY_VALUE}"
+            f"{caller}: make or a choice cannot be sent to the process that compiles ({error}); {_BY_VALUE}"
         ) from None
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "request").write_bytes(request)
@@ -173,10 +176,10 @@ def ask(make: Callable[..., Any], target: Slice, choices: dict[str, Any]) -> tup
         answer = Path(folder) / "answer"
         if not answer.exists():
             last = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise RuntimeError(f"train.plan: {python}, which compiles, ended with {ended.returncode}: {last}")
+            raise RuntimeError(f"{caller}: {python}, which compiles, ended with {ended.returncode}: {last}")
         answered = pickle.loads(answer.read_bytes())
     if isinstance(answered, Exception):
-        raise type(answered)(f"train.plan, on={target.name!r}: {answered}")
+        raise type(answered)(f"{caller}, on={target.name!r}: {answered}")
     return answered
 
 
@@ -200,7 +203,7 @@ def main(folder: str) -> None:
 def _answer(request: bytes) -> Any:
     # An error is an answer too, as text: its class may be of a module that the other process has not.
     try:
-        make, target, choices, fraction, settings = pickle.loads(request)
+        work, make, target, choices, fraction, settings = pickle.loads(request)
     except Exception as error:
         return ValueError(f"make cannot be loaded in {sys.executable}: {type(error).__name__}: {error}; {_BY_VALUE}")
     for name, value in settings.items():
@@ -208,7 +211,7 @@ def _answer(request: bytes) -> Any:
     if problem := _missing(target):
         return RuntimeError(problem)
     try:
-        return examine(make, target, choices, fraction)
+        return work(make, target, choices, fraction)
     except Exception as error:
         return ValueError(in_one_line(error))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._core.text import Table, describe
 from .._step.train_step import TrainStep
-from .child import PlannedCollective, Slice, ask
+from .child import PlannedCollective, Slice, ask, examine
 
 if TYPE_CHECKING:
     from ... import viz
@@ -182,12 +182,12 @@ def plan(make: Callable[..., Any], on: str = "v5e:2x4", **choices: Any) -> Plan:
         ...     return step, train.create_state(store, 0), batch
         >>> print(train.plan(make, on="v5e:2x4"))  # doctest: +SKIP
     """
-    _check_make(make, "train.plan")
-    fields, picture = ask(make, Slice(on, "train.plan"), choices)
+    check_make(make, "train.plan")
+    fields, picture = ask(examine, make, Slice(on, "train.plan"), choices, "train.plan")
     return Plan(**fields, _picture=picture)
 
 
-def _check_make(make: object, caller: str) -> None:
+def check_make(make: object, caller: str) -> None:
     """`TypeError` for a step, which is on devices that are there, or for what else is no function."""
     if not callable(make) or isinstance(make, TrainStep):
         got = "a train step" if isinstance(make, TrainStep) else describe(make)
@@ -214,7 +214,7 @@ def compare_plans(
         >>> from jaxpar import train
         >>> print(train.compare_plans(make, on=["v5e:2x4"], kind=["device", "sharded"]))  # doctest: +SKIP
     """
-    _check_make(make, "train.compare_plans")
+    check_make(make, "train.compare_plans")
     slices = [on] if isinstance(on, str) else list(on)
     for name in slices:
         Slice(name, "train.compare_plans")  # its `ValueError` comes before any work
