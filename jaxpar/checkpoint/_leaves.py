@@ -163,9 +163,9 @@ def _placed(slot: SavedArray, record: LeafRecord, array: Stored | np.ndarray) ->
         on_devices = mesh.put(whole, sharding)
         return jax.random.wrap_key_data(on_devices, impl=record["impl"]) if "impl" in record else on_devices
 
-    # Split over devices: each process reads what its own devices need. What is read goes to its device at once, so that
-    # the host never has a whole leaf. Each shard is an array of its own, since jax shares memory between CPU devices and
-    # NumPy where it can.
+    # Split over devices: each process reads what its own devices need. What is read goes to its device at once, so
+    # that the host never has a whole leaf. Each shard is an array of its own, since jax shares memory between CPU
+    # devices and NumPy where it can.
     shape = tuple(leaf.shape)
     indices = sharding.addressable_devices_indices_map(shape)
     devices = list(indices)

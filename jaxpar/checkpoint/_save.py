@@ -302,6 +302,11 @@ class Manager:
         """
         self._save(state, {} if info is None else info, best=best)
 
+    def _open(self) -> None:
+        """Lock the directory, in the process that writes, and remove what killed processes left there."""
+        self._lock.acquire()
+        _files.remove_leftovers(self.directory)
+
     @allows_transfers  # orbax fetches the arrays
     def _save(
         self,
@@ -327,8 +332,7 @@ class Manager:
             if kept:
                 content["kept"] = True
             if self._writes:
-                self._lock.acquire()
-                _files.remove_leftovers(self.directory)  # of killed processes
+                self._open()
         unwritten = _files.Arrays(self.directory, self.directory, leaves, arrays, together)
         del arrays
         with processes.raise_together():
