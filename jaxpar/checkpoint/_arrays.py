@@ -153,7 +153,7 @@ def write(path: Path, arrays: dict[str, Any], processes: set[int]) -> Callable[[
             values: Sequence[np.ndarray | HostShards],
             infos: Sequence[ocp.type_handlers.ParamInfo],
             args: Sequence[ocp.SaveArgs] | None = None,
-        ) -> Sequence[ocp.future.Future]:
+        ) -> Sequence[ocp.Future]:
             requests = list(zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True))
             whole = [request for request in requests if isinstance(request[0], np.ndarray)]
             in_shards = [request for request in requests if isinstance(request[0], HostShards)]
@@ -164,7 +164,7 @@ def write(path: Path, arrays: dict[str, Any], processes: set[int]) -> Callable[[
                     for writing in asyncio.run(serialize([np.asarray(value)], [info], [arg])):
                         writing.result()
 
-            writing = list(await serialize(*zip(*whole, strict=True))) if whole else []
+            writing: list[ocp.Future] = list(await serialize(*zip(*whole, strict=True))) if whole else []
             if in_shards and jax.process_index() == first:  # of host arrays orbax writes those of the first process
                 thread = ThreadPoolExecutor(1, "jaxpar-host-shards")
                 writing.append(thread.submit(write_one_by_one))

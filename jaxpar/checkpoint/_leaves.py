@@ -71,8 +71,12 @@ def to_leaves(tree: PyTree, keep: bool, *, may_change: bool) -> tuple[int | None
 
         # Split over devices of this process: frozen params, and the rows of a store of kind `sharded`. It is written
         # whole, from its shards. To put it together here would copy what no step changes, at each save.
-        is_split = isinstance(leaf, jax.Array) and not mesh.spans_processes(leaf) and not leaf.is_fully_replicated
-        if is_split and isinstance(leaf.sharding, _SHARDINGS):
+        if (
+            isinstance(leaf, jax.Array)
+            and isinstance(leaf.sharding, _SHARDINGS)
+            and not leaf.is_fully_replicated
+            and not mesh.spans_processes(leaf)
+        ):
             arrays.append(_arrays.HostShards(leaf, slot.shape if slot.rows else leaf.shape, stored))
             continue
 
@@ -149,7 +153,8 @@ def slots_of(tree: PyTree) -> list[SavedArray]:
 def _placed(slot: SavedArray, record: LeafRecord, array: Stored | np.ndarray) -> Any:
     """A saved array with the type and layout, and on the devices, of the slot's leaf."""
     # On the host, or whole on each device.
-    leaf, sharding = slot.leaf, getattr(slot.leaf, "sharding", None)
+    leaf = slot.leaf
+    sharding: jax.sharding.Sharding | None = getattr(leaf, "sharding", None)
     if isinstance(leaf, _SCALARS):
         return type(leaf)(np.asarray(array).item())
     if isinstance(leaf, (np.ndarray, np.generic)):
