@@ -244,24 +244,13 @@ def optimizer(options: TrainOptions, steps: int) -> optax.GradientTransformation
     import optax
     from optax import contrib
 
-    def rate(share: float = 1.0) -> optax.ScalarOrSchedule:
-        """The learning rate, or a share of it: a number, or a function of the step that gives one."""
-        peak = share * options.learning_rate
-        if options.schedule == "cosine":
-            return optax.cosine_decay_schedule(peak, steps)
-        if options.schedule == "linear":
-            warm = max(1, round(_WARM * steps))
-            rise = optax.linear_schedule(peak / warm, peak, warm - 1)  # the first step is not of rate 0, and lost
-            fall = optax.linear_schedule(peak, 0, steps - warm + 1)
-            return optax.join_schedules([rise, fall], [warm - 1])
-        return peak
-
+    rate = _schedule(options, steps)
     name, decay = options.optimizer, options.weight_decay
     if name == "sgd":
-        sgd = optax.sgd(rate(), options.momentum or None)
+        sgd = optax.sgd(rate, options.momentum or None)
         return optax.chain(optax.add_decayed_weights(decay), sgd) if decay else sgd
     if name != "muon":
-        return optax.adam(rate()) if name == "adam" else getattr(optax, name)(rate(), weight_decay=decay)
+        return optax.adam(rate) if name == "adam" else getattr(optax, name)(rate, weight_decay=decay)
 
     # Muon (Jordan et al. 2024) for weights, as matrices of inputs by outputs, and Adam for biases. benchmarks/NOTES.md
     # has what other numbers gave, among them beta 0.9 and five iterations of Newton and Schulz. Muon takes a quarter of
@@ -270,14 +259,29 @@ def optimizer(options: TrainOptions, steps: int) -> optax.GradientTransformation
         return contrib.MuonDimensionNumbers(tuple(range(x.ndim - 1)), x.ndim - 1) if x.ndim > 1 else None
 
     return contrib.muon(
-        rate(),
+        rate,
         ns_steps=2,
         beta=0.8,
         weight_decay=decay,
         adam_b2=0.99,
-        adam_learning_rate=rate(_ADAM_SHARE),
+        adam_learning_rate=_schedule(options, steps, _ADAM_SHARE),
         muon_weight_dimension_numbers=lambda params: jax.tree.map(matrix, params),
     )
+
+
+def _schedule(options: TrainOptions, steps: int, share: float = 1.0) -> optax.ScalarOrSchedule:
+    """The learning rate, or a share of it: a number, or a function of the step that gives one."""
+    import optax
+
+    peak = share * options.learning_rate
+    if options.schedule == "cosine":
+        return optax.cosine_decay_schedule(peak, steps)
+    if options.schedule == "linear":
+        warm = max(1, round(_WARM * steps))
+        rise = optax.linear_schedule(peak / warm, peak, warm - 1)  # from above 0: at rate 0 a step would be lost
+        fall = optax.linear_schedule(peak, 0, steps - warm + 1)
+        return optax.join_schedules([rise, fall], [warm - 1])
+    return peak
 
 
 # The options.
