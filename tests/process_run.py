@@ -551,8 +551,13 @@ def failures(folder):
     assert kv.to_params(again.store)["w"].tolist() == kv.to_params(state.store)["w"].tolist()
     raises(FileNotFoundError, "there is nothing at", lambda: checkpoint.restore(folder / "nothing", state))
     local = {"w": jnp.arange(3.0), "key": jax.random.key(rank), "list": np.arange(2)}  # on the devices of each process
+    own = Mesh(np.array(jax.local_devices()), ("x",))
+    shards = np.arange(6.0, dtype=np.float32).repeat(own.size).reshape(6, -1)
+    local["shards"] = jax.device_put(shards, NamedSharding(own, P(None, "x")))
     checkpoint.save(folder / "local", local)
-    assert checkpoint.restore(folder / "local", local)["w"].tolist() == [0.0, 1.0, 2.0]
+    restored = checkpoint.restore(folder / "local", local)
+    assert restored["w"].tolist() == [0.0, 1.0, 2.0]
+    assert restored["shards"].tolist() == shards.tolist()
     manager = checkpoint.Manager(folder / "lost")
     manager.save(state)
     manager.wait()

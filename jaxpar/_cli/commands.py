@@ -61,7 +61,7 @@ def find_function(text: str, or_else: str = "") -> Callable[..., Any]:
     if module_name.endswith(".py"):
         path = module_name.removesuffix(".py").strip("./").replace("/", ".")
         raise ValueError(f"expected the name of a module, got the file {module_name}; write {path}:{name}")
-    if os.getcwd() not in sys.path:
+    if os.getcwd() not in sys.path:  # where the script `jaxpar` has its own folder
         sys.path.insert(0, os.getcwd())
     try:
         return operator.attrgetter(name)(importlib.import_module(module_name))
@@ -118,11 +118,37 @@ class PlotOptions:
 
 
 def _plot(options: PlotOptions) -> None:
-    from .. import viz
+    from .. import models, viz
 
     # Code of the user, which comes next, may change the directory.
     output = options.output and options.output.absolute()
-    fn, arrays, argnums, name = _request(options)
+
+    # The function, its arguments, which of them has the params, and its name.
+    lenet, factors = models.lenet, models.matrix_factorization
+    networks = {  # apply, init, and the shapes of what the network takes after its params
+        "lenet": (lenet.apply, lenet.init, ["256x28x28x1:f32"]),
+        "matrix_factorization": (factors.apply, lambda rng: factors.init(rng, 943, 1682, 64), ["64:i32", "64:i32"]),
+    }
+    arguments, argnums = [parse_shape(text) for text in options.shape], None
+    if options.function in networks:
+        fn, init, usual_shapes = networks[options.function]
+        arguments, argnums = (
+            [jax.eval_shape(init, jax.random.key(0)), *(arguments or map(parse_shape, usual_shapes))],
+            0,
+        )
+        name = options.function
+    else:
+        fn, name = find_function(options.function, f", {' or '.join(networks)}"), options.function.partition(":")[2]
+        if options.params is not None and ":" in options.params:
+            arguments, argnums = [make_params(options.params, arguments), *arguments], 0
+        elif options.params is not None:
+            if not options.params.isdecimal():
+                hint = "expected MODULE:FUNCTION, or the number of a --shape, from 0"
+                raise ValueError(f"--params {options.params!r}: {hint}")
+            argnums = int(options.params)
+    check_takes(options.function, fn, arguments)
+
+    # What would be written is checked before the function is traced, which may take minutes.
     try:
         target = viz.Plot.check_path(output or f"{name}.svg")
     except viz.RenderError as error:
@@ -130,7 +156,7 @@ def _plot(options: PlotOptions) -> None:
     try:
         picture = viz.plot_network(
             fn,
-            *arrays,
+            *arguments,
             title=name if options.title is None else options.title,
             depth=options.depth,
             theme=options.theme,
@@ -139,41 +165,13 @@ def _plot(options: PlotOptions) -> None:
             params_argnums=argnums,
         )
         if options.summary:
-            viz.print_summary(fn, *arrays, params_argnums=argnums, depth=options.depth)
+            viz.print_summary(fn, *arguments, params_argnums=argnums, depth=options.depth)
     except BrokenPipeError:
         raise
     except Exception as error:  # whatever the user's function raises
         raise RuntimeError(f"{options.function} cannot be traced: {type(error).__name__}: {error}") from error
     picture.save(target)
     print(f"{options.output or target}: {picture.network}")
-
-
-def _request(options: PlotOptions) -> tuple[Callable[..., Any], list[Any], int | None, str]:
-    """The function, its arguments, which of them holds the parameters, and its name. Raises `ValueError`."""
-    from .. import models
-
-    lenet, factors = models.lenet, models.matrix_factorization
-    networks = {  # apply, init, and the shapes of what the network takes after its parameters
-        "lenet": (lenet.apply, lenet.init, ["256x28x28x1:f32"]),
-        "matrix_factorization": (factors.apply, lambda rng: factors.init(rng, 943, 1682, 64), ["64:i32", "64:i32"]),
-    }
-    shapes = [parse_shape(text) for text in options.shape]
-    if options.function in networks:
-        fn, init, usual_shapes = networks[options.function]
-        arrays = [jax.eval_shape(init, jax.random.key(0)), *(shapes or map(parse_shape, usual_shapes))]
-        check_takes(options.function, fn, arrays)
-        return fn, arrays, 0, options.function
-    fn, argnums = find_function(options.function, f", {' or '.join(networks)}"), None
-    if options.params is not None and ":" in options.params:
-        shapes, argnums = [make_params(options.params, shapes), *shapes], 0
-    elif options.params is not None:
-        if not options.params.isdecimal():
-            raise ValueError(
-                f"--params {options.params!r}: expected MODULE:FUNCTION, or the number of a --shape, from 0"
-            )
-        argnums = int(options.params)
-    check_takes(options.function, fn, shapes)
-    return fn, shapes, argnums, options.function.partition(":")[2]
 
 
 # Shapes as text.
@@ -238,6 +236,7 @@ def takes(fn: Callable[..., Any], args: list[Any]) -> bool:
 
 def check_takes(text: str, fn: Callable[..., Any], args: list[Any]) -> None:
     """`ValueError` for a function that takes another number of arguments."""
+    # Else the traceback would be one of the tracing, and speak of arguments that nobody wrote.
     if not takes(fn, args):
         count = f"there {'is' if len(args) == 1 else 'are'} {plural(len(args), 'argument')}"
         hint = "give one --shape for each, and --params MODULE:INIT for the first where that makes it"
@@ -278,7 +277,7 @@ class PlanOptions:
 def _plan(options: PlanOptions) -> None:
     from .. import train
 
-    choices = dict(map(_choice, options.choose))
+    choices = dict(map(parse_choice, options.choose))
     # Code of the user, which comes next, may change the directory.
     output = options.output and options.output.absolute()
     make = find_function(options.function)
@@ -293,11 +292,17 @@ def _plan(options: PlanOptions) -> None:
         plan.plot().save(output)
 
 
-def _choice(text: str) -> tuple[str, list[Any]]:
+def parse_choice(text: str) -> tuple[str, list[Any]]:
+    """The name and the values of "mesh=(2,4),(8,1)".
+
+    >>> parse_choice("mesh=(2,4),(8,1)"), parse_choice("kind=device,sharded")
+    (('mesh', [(2, 4), (8, 1)]), ('kind', ['device', 'sharded']))
+    """
     name, equals, values = text.partition("=")
     if not name.isidentifier() or not equals:
         raise ValueError(f"--choose {text!r}: expected NAME=VALUE or NAME=VALUE,VALUE")
-    # A value ends at the first comma where Python can read it, else, as plain text, at the next comma.
+    # A value ends at the first comma where Python can read it, else, as plain text, at the next comma. To split at each
+    # comma would cut a tuple in two.
     parsed, pieces = [], values.split(",")
     while pieces:
         for count in range(1, len(pieces) + 1):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 
 from .. import checkpoint, compression, kv, models
-from .._core.arrays import Device
+from .._core.arrays import Device, PyTree
 from .._core.text import HelpFormatter, did_you_mean, number, plural, say
 from .._devices import processes
 from .._devices.mesh import can_hang
@@ -72,6 +72,7 @@ def run(options: TrainOptions, parser: argparse.ArgumentParser) -> int:
     store = kv.set_gradient_compression(store, {"type": options.compression, **threshold})
     state = train.create_state(store, options.seed, devices=devices, grad_transform=clip)
 
+    # The step. Small gradients underflow in float16 alone, so that its loss is scaled.
     is_half = options.precision == "float16"
     step = train.make_train_step(
         train.classification_loss(recipe.apply, recipe.label_smoothing),
@@ -85,6 +86,7 @@ def run(options: TrainOptions, parser: argparse.ArgumentParser) -> int:
         local_steps=options.local_steps,
     )
 
+    # The run, and what came of it.
     board = None if options.tensorboard_dir is None else train.to_tensorboard(options.tensorboard_dir)
     output = options.output_dir
     state, history = train.fit(
@@ -115,6 +117,7 @@ def _devices(options: TrainOptions, parser: argparse.ArgumentParser) -> list[Dev
     """The devices that were asked for, as many of each process. All there are where no number was given."""
     from .. import distributed
 
+    # The number of CPU devices is set before jax starts them, in the first call of `jax.devices`.
     if options.devices is None:
         return jax.devices()
     if options.batch_size % options.devices:
@@ -150,7 +153,7 @@ def _report(options: TrainOptions, state: TrainState, history: History) -> None:
     if options.output_dir is not None:
         try:
             plot_history(history, options.output_dir / "history.png")
-        except ModuleNotFoundError as error:
+        except ModuleNotFoundError as error:  # of matplotlib, an extra. A run without its picture has not failed
             say(f"no history.png: {error}")
     last = history[-1]
     speed = sorted(record["images_per_second"] for record in history)[len(history) // 2]
@@ -163,8 +166,8 @@ def _report(options: TrainOptions, state: TrainState, history: History) -> None:
 # The recipes.
 
 
-def scaled_for_relu(rng: jax.Array) -> Any:
-    """LeNet's parameters with weights of variance 2/fan-in (He et al. 2015), so that no layer begins near zero."""
+def scaled_for_relu(rng: jax.Array) -> PyTree:
+    """LeNet's params with weights of variance 2/fan-in (He et al. 2015), so that no layer begins near zero."""
 
     def scale(x: jax.Array) -> jax.Array:
         if x.ndim < 2:
@@ -180,8 +183,8 @@ class Recipe:
 
     about: str  # one line for the help
     network: str  # its name, for people
-    init: Callable[[jax.Array], Any]  # the parameters for a random key
-    apply: Callable[[Any, jax.Array], jax.Array]  # the logits of images
+    init: Callable[[jax.Array], PyTree]  # the params for a random key
+    apply: Callable[[PyTree, jax.Array], jax.Array]  # the logits of images
     optimizer: str  # its name in optax
     learning_rate: float  # of SGD; `RATES` has those of other optimizers
     momentum: float  # of SGD
@@ -237,21 +240,37 @@ _ADAM_SHARE = 0.06  # of Muon's rate, for the biases, which Adam updates
 
 
 def optimizer(options: TrainOptions, steps: int) -> optax.GradientTransformation:
-    """The optimizer of all parameters, for a schedule over so many steps."""
+    """The optimizer of all params, for a schedule over so many steps."""
     import optax
+    from optax import contrib
 
     rate = _schedule(options, steps)
     name, decay = options.optimizer, options.weight_decay
     if name == "sgd":
         sgd = optax.sgd(rate, options.momentum or None)
         return optax.chain(optax.add_decayed_weights(decay), sgd) if decay else sgd
-    if name == "muon":
-        return _muon(options, steps)
-    return optax.adam(rate) if name == "adam" else getattr(optax, name)(rate, weight_decay=decay)
+    if name != "muon":
+        return optax.adam(rate) if name == "adam" else getattr(optax, name)(rate, weight_decay=decay)
+
+    # Muon (Jordan et al. 2024) for weights, as matrices of inputs by outputs, and Adam for biases. benchmarks/NOTES.md
+    # has what other numbers gave, among them beta 0.9 and five iterations of Newton and Schulz. Muon takes a quarter of
+    # a step of recipe "fast".
+    def matrix(x: jax.Array) -> contrib.MuonDimensionNumbers | None:
+        return contrib.MuonDimensionNumbers(tuple(range(x.ndim - 1)), x.ndim - 1) if x.ndim > 1 else None
+
+    return contrib.muon(
+        rate,
+        ns_steps=2,
+        beta=0.8,
+        weight_decay=decay,
+        adam_b2=0.99,
+        adam_learning_rate=_schedule(options, steps, _ADAM_SHARE),
+        muon_weight_dimension_numbers=lambda params: jax.tree.map(matrix, params),
+    )
 
 
 def _schedule(options: TrainOptions, steps: int, share: float = 1.0) -> optax.ScalarOrSchedule:
-    """A number, or a function of the step that gives one."""
+    """The learning rate, or a share of it: a number, or a function of the step that gives one."""
     import optax
 
     peak = share * options.learning_rate
@@ -259,30 +278,10 @@ def _schedule(options: TrainOptions, steps: int, share: float = 1.0) -> optax.Sc
         return optax.cosine_decay_schedule(peak, steps)
     if options.schedule == "linear":
         warm = max(1, round(_WARM * steps))
-        rise = optax.linear_schedule(peak / warm, peak, warm - 1)
+        rise = optax.linear_schedule(peak / warm, peak, warm - 1)  # from above 0: at rate 0 a step would be lost
         fall = optax.linear_schedule(peak, 0, steps - warm + 1)
         return optax.join_schedules([rise, fall], [warm - 1])
     return peak
-
-
-def _muon(options: TrainOptions, steps: int) -> optax.GradientTransformation:
-    """Muon (Jordan et al. 2024) for weights, as matrices of inputs by outputs, and Adam for biases."""
-    # benchmarks/NOTES.md has what other numbers gave, among them beta 0.9 and five iterations of Newton and Schulz.
-    # Muon takes a quarter of a step of recipe "fast".
-    from optax import contrib
-
-    def matrix(x: jax.Array) -> Any:
-        return contrib.MuonDimensionNumbers(tuple(range(x.ndim - 1)), x.ndim - 1) if x.ndim > 1 else None
-
-    return contrib.muon(
-        _schedule(options, steps),
-        ns_steps=2,
-        beta=0.8,
-        weight_decay=options.weight_decay,
-        adam_b2=0.99,
-        adam_learning_rate=_schedule(options, steps, _ADAM_SHARE),
-        muon_weight_dimension_numbers=lambda params: jax.tree.map(matrix, params),
-    )
 
 
 # The options.

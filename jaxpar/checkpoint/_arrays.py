@@ -21,6 +21,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,40 +56,50 @@ def layout(record: LeafRecord) -> Layout:
 
 
 def stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in which orbax has an array. `ValueError` for one that nothing can store."""
+    """The dtype in which orbax has an array. An error of tensorstore for one that nothing can store."""
     import tensorstore
 
-    try:
-        tensorstore.dtype(dtype.newbyteorder("=").name)
-    except Exception:
-        if dtype.name not in _STORED_AS:
-            raise ValueError(f"an array of {dtype} cannot be stored; give it another dtype") from None
-    return _STORED_AS.get(dtype.name, dtype.newbyteorder("="))
+    native = dtype.newbyteorder("=")
+    if dtype.name not in _STORED_AS:
+        tensorstore.dtype(native.name)
+    return _STORED_AS.get(dtype.name, native)
 
 
-class Rows:
-    """An array that a store of kind `sharded` has as flat, padded rows, one on each device of this process.
+class HostShards:
+    """An array of several devices of this process, in host memory as their shards. It is put together to be written.
 
-    It is written whole, in its own shape, and put together only then: copies of all arrays of a state would need as
-    much memory as the state.
+    Copies of all arrays of a state would need as much memory as the state. So one at a time is put together, and none
+    for its hash if each shard has whole rows.
     """
 
-    def __init__(self, rows: jax.Array, shape: tuple[int, ...], dtype: np.dtype[Any]):
+    def __init__(self, array: jax.Array, shape: tuple[int, ...], dtype: np.dtype[Any]):
+        # `array` is of this shape, or flat: the padded rows, one a device, in which a store of kind `sharded` has it.
         self.shape, self.dtype = shape, dtype
         self.ndim, self.size = len(shape), math.prod(shape)
         self.nbytes = self.size * dtype.itemsize
-        # The rows stay though the state is donated. Without the padding they are the array, one after the other.
-        shards = sorted((s for s in rows.addressable_shards if s.replica_id == 0), key=lambda s: s.index[0].start or 0)
-        self.parts: list[np.ndarray] = []
-        for shard in shards:
-            remainder = self.size - sum(part.size for part in self.parts)
-            self.parts.append(to_numpy(shard.data).reshape(-1)[:remainder].view(dtype))
+        self._shape_on_devices = array.shape
+        # In the order of the rows, without replicas. They stay though the state is donated.
+        shards = sorted((s for s in array.addressable_shards if s.replica_id == 0), key=lambda s: s.index[0].start or 0)
+        self._shards = [(shard.index, to_numpy(shard.data).view(dtype)) for shard in shards]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.concatenate(self.parts).reshape(self.shape)
+        whole = np.empty(self._shape_on_devices, self.dtype)
+        for index, shard in self._shards:
+            whole[index] = shard
+        return whole.reshape(-1)[: self.size].reshape(self.shape)  # without the padding
+
+    def in_order(self) -> Generator[np.ndarray]:
+        """All elements in the order of the array, in flat arrays."""
+        if any(shard.shape[1:] != self._shape_on_devices[1:] for _, shard in self._shards):
+            yield np.asarray(self).reshape(-1)  # an element of one shard comes between two of another
+            return
+        remainder = self.size
+        for _, shard in self._shards:
+            yield shard.reshape(-1)[:remainder]
+            remainder -= min(remainder, shard.size)
 
 
-def shards(array: jax.Array | np.ndarray | Rows) -> list[tuple[list[list[int]], np.ndarray | Rows]]:
+def shards(array: jax.Array | np.ndarray | HostShards) -> list[tuple[list[list[int]], np.ndarray | HostShards]]:
     """(box, data) of each shard that this process is the one to write. The data stay though the array is donated."""
     if not isinstance(array, jax.Array):
         return [([[0, n] for n in array.shape], array)]
@@ -106,10 +117,10 @@ def to_numpy(array: jax.Array) -> np.ndarray:
     return np.asarray(jax.device_get(same_memory))  # explicit, for `jax.transfer_guard`
 
 
-def sha256(array: np.ndarray | Rows) -> str:
+def sha256(array: np.ndarray | HostShards) -> str:
     digest = hashlib.sha256()
-    for part in array.parts if isinstance(array, Rows) else [array]:
-        digest.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+    for elements in array.in_order() if isinstance(array, HostShards) else [array]:
+        digest.update(np.ascontiguousarray(elements).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
 
 
@@ -135,24 +146,37 @@ def write(path: Path, arrays: dict[str, Any], processes: set[int]) -> Callable[[
         functools.reduce(lambda node, folder: node.setdefault(folder, {}), folders, tree)[last] = array
 
     class HostArrays(ocp.type_handlers.NumpyHandler):
-        """Arrays of NumPy, and `Rows`, which are put together when they are written, one at a time."""
+        """Arrays of NumPy, and `HostShards`, which are put together when they are written, one at a time."""
 
-        # A method of orbax that is not public. If another orbax calls it no more, `Rows` reach tensorstore as they are:
-        # all are put together at once, and only the memory is lost that this saves.
-        async def _open_and_write(self, value: np.ndarray | Rows, tspec: dict[str, Any], ts_context: Any) -> None:
-            if isinstance(value, np.ndarray):
-                await super()._open_and_write(value, tspec, ts_context)
-            else:
-                async with one_at_a_time:
-                    await super()._open_and_write(np.asarray(value), tspec, ts_context)
+        async def serialize(
+            self,
+            values: Sequence[np.ndarray | HostShards],
+            infos: Sequence[ocp.type_handlers.ParamInfo],
+            args: Sequence[ocp.SaveArgs] | None = None,
+        ) -> Sequence[ocp.Future]:
+            requests = list(zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True))
+            whole = [request for request in requests if isinstance(request[0], np.ndarray)]
+            in_shards = [request for request in requests if isinstance(request[0], HostShards)]
+            serialize = super().serialize
 
-    one_at_a_time = asyncio.Lock()
+            def write_one_by_one() -> None:
+                for value, info, arg in in_shards:
+                    for writing in asyncio.run(serialize([np.asarray(value)], [info], [arg])):
+                        writing.result()
+
+            writing: list[ocp.Future] = list(await serialize(*zip(*whole, strict=True))) if whole else []
+            if in_shards and jax.process_index() == first:  # of host arrays orbax writes those of the first process
+                thread = ThreadPoolExecutor(1, "jaxpar-host-shards")
+                writing.append(thread.submit(write_one_by_one))
+                thread.shutdown(wait=False)
+            return writing
+
     # orbax would copy arrays of NumPy, in case somebody writes to them. These are copies already, or memory that jax
     # keeps for us, or the caller waits (`_leaves.to_leaves`).
     host_arrays = HostArrays(deepcopy_host_arrays=False)
     types = ocp.type_handlers.create_type_handler_registry(
         (np.ndarray, host_arrays),
-        (Rows, host_arrays),
+        (HostShards, host_arrays),
         (jax.Array, ocp.type_handlers.get_type_handler(jax.Array)),
     )
     # Compression costs most of the time, and floating numbers hardly shrink.
@@ -277,6 +301,8 @@ class Stored:
 
     def _read(self, boxes: Sequence[Box]) -> Generator[tuple[int, np.ndarray]]:
         """As `read`, of boxes of the array on disk."""
+        import tensorstore
+
         name, leaf = self._record["array"], self._record["words"]
         wanted = [tuple(map(tuple, box)) for box in boxes]
         # Which of the wanted boxes have a part of each saved one, and how many such parts each of them still lacks.
@@ -290,7 +316,15 @@ class Stored:
             if not any(users):
                 return
             with name_for_orbax(self._folder / STATE) as folder:
-                array = _open(folder, name, self._on_disk, stored_dtype(self.dtype))
+                # orbax writes OCDBT, a store of keys of tensorstore's, with an array of zarr under each name.
+                base = {"driver": "file", "path": f"{folder}/"}
+                kvstore = {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"}
+                array = tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, open=True, read=True).result()
+                shape, dtype = tuple(array.shape), array.dtype.numpy_dtype
+                if (shape, dtype) != (self._on_disk, stored_dtype(self.dtype)):
+                    of_manifest = f"{stored_dtype(self.dtype)}{list(self._on_disk)}"
+                    raise CheckpointError(f"it is {dtype}{list(shape)}, and in the manifest {of_manifest}")
+
                 # Each saved box is read once, whole, since it has one hash. No more than one is in memory beside what
                 # is asked for, and what is complete goes to the caller at once: of a large state nothing else fits.
                 for (saved, expected), users_of_box in zip(self._boxes, users, strict=True):
@@ -319,18 +353,6 @@ class Stored:
         except Exception as error:
             reason = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
             raise CheckpointError(f"{self._folder} is damaged: {leaf} ({name}): {reason}") from error
-
-
-def _open(folder: Path, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    import tensorstore
-
-    base = {"driver": "file", "path": f"{folder}/"}
-    kvstore = {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"}
-    array = tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, open=True, read=True).result()
-    on_disk = tuple(array.shape), array.dtype.numpy_dtype
-    if on_disk != (shape, dtype):
-        raise CheckpointError(f"it is {on_disk[1]}{list(on_disk[0])}, and in the manifest {dtype}{list(shape)}")
-    return array
 
 
 def check_boxes(boxes: Sequence[Box], shape: Sequence[int]) -> None:

@@ -45,7 +45,7 @@ from .._core import files, process, text
 from .._core.files import CheckpointError as CheckpointError, flush_to_disk
 from .._devices import processes
 from . import _arrays, _format1
-from ._arrays import LeafRecord, Rows, Stored
+from ._arrays import HostShards, LeafRecord, Stored
 
 FORMAT = 2
 MANIFEST = "jaxpar.json"
@@ -100,6 +100,9 @@ class Arrays:
     orbax writes them from when this is made on, beside the training. Then the state may be donated.
     """
 
+    # orbax is given the arrays here, and not by the thread that waits for it: what is donated after this call is read
+    # before.
+    #
     # `together`: each process has shards of the arrays and writes these. Else the first process has all of each array,
     # and the others write nothing. `target` is what an error names: the path of the checkpoint, or its directory where
     # that is not known yet.
@@ -109,8 +112,8 @@ class Arrays:
 
         # What this process hashes, and what it gives to orbax, which refuses arrays without elements. `write` writes
         # frozen arrays of one process itself, if the directory does not have them yet.
-        self.shards: list[list[tuple[list[list[int]], np.ndarray | Rows]]] = []
-        self.frozen: dict[str, np.ndarray | Rows] = {}
+        self.shards: list[list[tuple[list[list[int]], np.ndarray | HostShards]]] = []
+        self.frozen: dict[str, np.ndarray | HostShards] = {}
         to_orbax: dict[str, Any] = {}
         if first or together:
             for record, array in zip(records, arrays, strict=True):
@@ -212,16 +215,26 @@ def write(path: Path, content: Content, arrays: Arrays) -> None:
                 if with_elements := {name: array for name, array in arrays.frozen.items() if array.size}:
                     _arrays.write(complete / _FROZEN, with_elements, {jax.process_index()})()
 
+        # The files: size and SHA-256. Those in which orbax keeps arrays, in a folder `d`, would be read a second time
+        # for it, and each box of an array has a hash already.
+        fingerprints: dict[str, list[Any]] = {}
+        for file in sorted(complete.rglob("*")):
+            if file.is_file():
+                size = file.stat().st_size
+                _, sha256 = (size, "") if file.parent.name == "d" else files.fingerprint(file, size)
+                fingerprints[file.relative_to(complete).as_posix()] = [size, sha256]
+
         # The manifest. What would be refused is not written.
-        manifest = {"format": FORMAT, "leaves": records, "files": _fingerprints(complete), **content}
+        manifest = {"format": FORMAT, "leaves": records, "files": fingerprints, **content}
         _check(manifest)
         outer = {"sha256": digest(manifest), "content": manifest}
         text_of_manifest = json.dumps(outer)  # ASCII
-        size = len(text_of_manifest)
-        expect(size <= MOST_BYTES, f"the manifest has {size} bytes, more than {MOST_BYTES}; save less info with it")
-        (complete / MANIFEST).write_text(text_of_manifest if size > _LINES else json.dumps(outer, indent=1))
+        length = len(text_of_manifest)
+        expect(length <= MOST_BYTES, f"the manifest has {length} bytes, more than {MOST_BYTES}; save less info with it")
+        (complete / MANIFEST).write_text(text_of_manifest if length > _LINES else json.dumps(outer, indent=1))
 
-        # The name comes last, when all is on disk.
+        # The name comes last, when all is on disk. Renamed first, a crash of the machine could leave a checkpoint with
+        # empty files under a good name.
         _flush_all(complete)
         os.rename(complete, path)
         flush_to_disk(path.parent)
@@ -429,17 +442,6 @@ def _unfinished(directory: Path) -> Generator[Path]:
 def _flush_all(directory: Path) -> None:
     for entry in [*directory.rglob("*"), directory]:
         flush_to_disk(entry)
-
-
-def _fingerprints(directory: Path) -> dict[str, list[Any]]:
-    """Size and SHA-256 of each file in a directory, by name. Files of arrays, in a folder `d`, have no SHA-256."""
-    fingerprints: dict[str, list[Any]] = {}
-    for file in sorted(directory.rglob("*")):
-        if file.is_file():
-            size = file.stat().st_size
-            _, sha256 = (size, "") if file.parent.name == "d" else files.fingerprint(file, size)
-            fingerprints[file.relative_to(directory).as_posix()] = [size, sha256]
-    return fingerprints
 
 
 def _reason(error: BaseException) -> str:

@@ -51,8 +51,9 @@ def to_leaves(tree: PyTree, keep: bool, *, may_change: bool) -> tuple[int | None
         dtype = np.asarray(leaf).dtype if isinstance(leaf, _SCALARS) else leaf.dtype
         try:
             stored = _arrays.stored_dtype(np.dtype(dtype))
-        except ValueError as error:
-            raise TypeError(f"checkpoint: {slot.words}: {error}") from None
+        except Exception:  # of tensorstore
+            hint = "cannot be stored; give it another dtype"
+            raise TypeError(f"checkpoint: {slot.words}: an array of {np.dtype(dtype)} {hint}") from None
         if not keep and not together:
             continue
         if _is_split_over_processes(leaf):
@@ -68,14 +69,15 @@ def to_leaves(tree: PyTree, keep: bool, *, may_change: bool) -> tuple[int | None
             arrays.append(leaf.addressable_data(0) if leaf.is_fully_replicated else leaf)
             continue
 
-        # The rows of a store of kind `sharded`, where each device of this process has whole ones.
+        # Split over devices of this process: frozen params, and the rows of a store of kind `sharded`. It is written
+        # whole, from its shards. To put it together here would copy what no step changes, at each save.
         if (
-            slot.rows
-            and isinstance(leaf, jax.Array)
+            isinstance(leaf, jax.Array)
+            and isinstance(leaf.sharding, _SHARDINGS)
+            and not leaf.is_fully_replicated
             and not mesh.spans_processes(leaf)
-            and leaf.sharding.shard_shape(leaf.shape)[1:] == leaf.shape[1:]
         ):
-            arrays.append(_arrays.Rows(leaf, slot.shape, stored))
+            arrays.append(_arrays.HostShards(leaf, slot.shape if slot.rows else leaf.shape, stored))
             continue
 
         # In host memory. Here a NumPy array that may change is copied: half of it would be of one step, and half of
@@ -123,7 +125,7 @@ def from_leaves(
     for _, name, node, format in formats:
         saved = format.adapt(node, saved, name, remarks)
     _compare(slots, [record for record, _ in saved.values() if not set(PARTS) & record.keys()])
-    leaves = [_restore(slot, *saved[slot.name]) for slot in slots]
+    leaves = [_placed(slot, *saved[slot.name]) for slot in slots]
 
     filled = treedef.flatten_up_to(jax.tree.structure(bare).unflatten(leaves))
     for i, name, node, format in formats:
@@ -148,48 +150,47 @@ def slots_of(tree: PyTree) -> list[SavedArray]:
     return slots
 
 
-def _restore(slot: SavedArray, record: LeafRecord, array: Stored | np.ndarray) -> Any:
+def _placed(slot: SavedArray, record: LeafRecord, array: Stored | np.ndarray) -> Any:
     """A saved array with the type and layout, and on the devices, of the slot's leaf."""
-    leaf, sharding = slot.leaf, getattr(slot.leaf, "sharding", None)
+    # On the host, or whole on each device.
+    leaf = slot.leaf
+    sharding: jax.sharding.Sharding | None = getattr(leaf, "sharding", None)
     if isinstance(leaf, _SCALARS):
         return type(leaf)(np.asarray(array).item())
     if isinstance(leaf, (np.ndarray, np.generic)):
         return np.asarray(array)
-    if isinstance(array, Stored) and "impl" not in record and sharding is not None and not sharding.is_fully_replicated:
-        return _restore_shards(slot, array, sharding)
-    array = np.asarray(array)
-    if slot.rows:  # flat, padded, a row for each device
-        flat = np.zeros(math.prod(leaf.shape), array.dtype)
-        flat[: array.size] = array.reshape(-1)
-        array = flat.reshape(leaf.shape)
-    placed = mesh.put(array, sharding)
-    return jax.random.wrap_key_data(placed, impl=record["impl"]) if "impl" in record else placed
+    if not isinstance(array, Stored) or "impl" in record or sharding is None or sharding.is_fully_replicated:
+        whole = np.asarray(array)
+        if slot.rows:  # flat, padded, a row for each device
+            flat = np.zeros(math.prod(leaf.shape), whole.dtype)
+            flat[: whole.size] = whole.reshape(-1)
+            whole = flat.reshape(leaf.shape)
+        on_devices = mesh.put(whole, sharding)
+        return jax.random.wrap_key_data(on_devices, impl=record["impl"]) if "impl" in record else on_devices
 
-
-def _restore_shards(slot: SavedArray, array: Stored, sharding: jax.sharding.Sharding) -> jax.Array:
-    """An array that is split over devices. Each process reads what its own devices need."""
-    shape = tuple(slot.leaf.shape)
+    # Split over devices: each process reads what its own devices need. What is read goes to its device at once, so
+    # that the host never has a whole leaf. Each shard is an array of its own, since jax shares memory between CPU
+    # devices and NumPy where it can.
+    shape = tuple(leaf.shape)
     indices = sharding.addressable_devices_indices_map(shape)
     devices = list(indices)
     boxes = [[s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True)] for index in indices.values()]
-    # What is read goes to its device at once, so that the host never has a whole leaf. Each shard is an array of its
-    # own, since jax shares memory between CPU devices and NumPy where it can.
-    placed: dict[int, jax.Array] = {}
-    if slot.rows:  # flat, padded, a row for each device
+    shards: dict[int, jax.Array] = {}
+    if slot.rows:
         width, size = shape[1], math.prod(slot.shape)
         ranges = [(min(box[0][0] * width, size), min(box[0][1] * width, size)) for box in boxes]
         for i, flat in array.read_flat(ranges):
             rows = np.zeros((boxes[i][0][1] - boxes[i][0][0], width), flat.dtype)
             rows.reshape(-1)[: flat.size] = flat
-            placed[i] = jax.device_put(rows[:, slice(*boxes[i][1])], devices[i])
+            shards[i] = jax.device_put(rows[:, slice(*boxes[i][1])], devices[i])
     else:
         for i, shard in array.read(boxes):
-            placed[i] = jax.block_until_ready(jax.device_put(shard, devices[i]))
+            shards[i] = jax.block_until_ready(jax.device_put(shard, devices[i]))
             # jax lets go of what it has copied in a hook of the garbage collector. Until then the next shard is read,
             # and the host has one more than it needs.
             del shard
             gc.collect(0)
-    return jax.make_array_from_single_device_arrays(shape, sharding, [placed[i] for i in range(len(devices))])
+    return jax.make_array_from_single_device_arrays(shape, sharding, [shards[i] for i in range(len(devices))])
 
 
 def _compare(slots: list[SavedArray], records: list[LeafRecord]) -> None:

@@ -69,7 +69,8 @@ _MOST_BYTES = 16 << 20  # of these batches on all devices together, except for o
 def order_of(rng: jax.Array | np.ndarray | None, size: int, count: int | None = None) -> Order:
     """The order of each epoch: `permutation(fold_in(rng, epoch), size)`, or the stored one if there is no key.
 
-    With `count`, in place of an order: so many numbers from 0 and below 1 for each example, (size, count).
+    With `count`, in place of an order: so many numbers from 0 and below 1 for each example, float32 (size, count), by
+    which images of records are cut and mirrored.
     """
     if rng is None:
         return lambda epoch: np.arange(size, dtype=np.int32)
@@ -106,6 +107,7 @@ def segments(
     """All batches from batch `start` on. None epochs: without an end."""
     full_batches, remainder = divmod(size, batch_size)
     steps = full_batches if drop_remainder or not remainder else full_batches + 1
+    # A run that resumes asks for batch `start`: epochs before it are counted, and no order is drawn for them.
     first, skipped = divmod(start, steps)
     for epoch in itertools.count(first) if epochs is None else range(first, epochs):
         if skipped < full_batches:
@@ -225,6 +227,7 @@ def placed_batch(batch: PyTree, sharding: NamedSharding | None, dtype: DTypeLike
     """
 
     def placed(path: KeyPath, array: ArrayLike) -> jax.Array:
+        # An array on the devices of one process goes to those of several through its host memory only.
         if isinstance(array, jax.Array) and (sharding is None or processes.count() == 1):
             return array if sharding is None else jax.device_put(array, sharding)
         name = f"data.batches: {path_name(path)}"
@@ -267,7 +270,8 @@ def ahead(batches: Iterable[Item], size: int) -> Iterator[Item]:
 
 def agree_on_arrays(arrays: PyTree, where: str) -> None:
     """`ValueError` in every process unless all give the same arrays, by their shapes and some of their rows."""
-    # Each process reads its own rows of arrays that all have. If each had a part, rows of all parts would be missing.
+    # Each process reads its own rows of arrays that all have. If each had other arrays, rows of all of them would be
+    # missing from the run, and no shape would tell. Some rows of each array do, without reading all of a memmap.
     if processes.count() == 1:
         return
     shapes, checksum = list[str](), 0
@@ -486,7 +490,7 @@ def gather(
         firsts, batches = np.arange(several, dtype=np.int32) * count, list[dict[str, jax.Array]]()
         for first in [firsts[:, None]] if stacked else firsts:
             local_rows = rows.at[start + (first + np.arange(share, dtype=np.int32))].get(mode="clip")
-            image = images.at[local_rows].get(mode="promise_in_bounds")
+            image = images.at[local_rows].get(mode="promise_in_bounds")  # an order has no other rows
             image = lax.optimization_barrier(image)  # XLA on a CPU takes three times as long for both in one loop
             label = labels.at[local_rows].get(mode="promise_in_bounds")
             batches.append({"image": convert_image(image, dtype), "label": label})

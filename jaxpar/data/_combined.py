@@ -171,17 +171,18 @@ def combine(
     [4 5] [0 1]
     """
     is_tuple = not isinstance(several, Mapping)
-    given: dict[Any, Any] = dict(enumerate(several)) if is_tuple else {name: several[name] for name in sorted(several)}
-    if not given:
+    # By sorted names, as the leaves of a dict in JAX: the order in which it was written changes no random key.
+    members: dict[Any, Any] = dict(enumerate(several)) if is_tuple else {key: several[key] for key in sorted(several)}
+    if not members:
         raise ValueError(f"{_WHERE}: expected several data sets, got none")
     checks.choice(until, _WHERE, "until", ("longest", "shortest"))
     asked: dict[Any, int | None] = {}
     if batch_sizes is not None:
         asked = dict(batch_sizes) if isinstance(batch_sizes, Mapping) else dict(enumerate(batch_sizes))
-        if asked.keys() != given.keys():
-            raise ValueError(f"{_WHERE}: batch_sizes has {list(asked)}, but the data are {list(given)}")
+        if asked.keys() != members.keys():
+            raise ValueError(f"{_WHERE}: batch_sizes has {list(asked)}, but the data are {list(members)}")
     sources, sizes = dict[Any, Source](), dict[Any, int | None]()
-    for name, data in given.items():
+    for name, data in members.items():
         source = sources[name] = as_source(data)
         if any(isinstance(each, IterableSource) and each.steps_per_epoch == "all" for each in sources_of(source)):
             raise ValueError(f'{_WHERE}: {name!r} has steps_per_epoch="all"; give the number of its batches')

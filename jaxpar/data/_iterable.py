@@ -395,7 +395,7 @@ class IterableSource:
             jax.tree.map(own, as_dict(element, self.names, _WHERE)) for element in itertools.islice(elements, share)
         ]:
             if len(examples) < share and drop_remainder:
-                return
+                return  # as `DataLoader(drop_last=True)`: a batch of another size would be another program
             yield join(examples, _WHERE)
 
 
@@ -449,10 +449,11 @@ def from_iterable(
         >>> [batch["x"].tolist() for batch in from_iterable(rows, batched=False, steps_per_epoch=2).batches(3)]
         [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     """
+    # Python can iterate over each of these, and would give letters, names or rows in place of batches.
     if isinstance(source, (str, bytes)):
         raise TypeError(f"{_WHERE}: {source!r} is a name, not data; write data.load({source!r})")
     is_tuple_of_arrays = type(source) is tuple and all(hasattr(array, "dtype") for array in source)
-    if isinstance(source, dict) or hasattr(source, "dtype") or is_tuple_of_arrays:  # its rows would be the elements
+    if isinstance(source, dict) or hasattr(source, "dtype") or is_tuple_of_arrays:
         kind = f"a tuple of {len(source)}" if isinstance(source, tuple) else f"{_describe(source)} of"
         raise TypeError(
             f"{_WHERE}: {kind} arrays is data, not a loader; use data.Dataset(images, labels) or "
@@ -480,7 +481,7 @@ def _is_function(source: object) -> bool:
 
 
 def length_of(source: Any) -> int | None:
-    """The length of a source. None if it has none, or says so by a `TypeError`."""
+    """The length of a source. None if it has none, or says so by a `TypeError`, as PyTorch's iterable data sets do."""
     try:
         return len(source)
     except TypeError:
@@ -491,7 +492,7 @@ def _state_of(iterator: Any) -> dict[str, str]:
     """The state of an iterator, as JSON. Empty if it cannot be set to it."""
     if not hasattr(iterator, "get_state") or not hasattr(iterator, "set_state"):
         return {}
-    state = iterator.get_state()
+    state = iterator.get_state()  # Grain's: bytes, which are JSON, or a dict
     return {"bytes": state.decode()} if isinstance(state, bytes) else {"json": json.dumps(state)}
 
 

@@ -189,15 +189,17 @@ def num_batches(size: int, batch_size: int, *, drop_remainder: bool = True) -> i
 # Data of any origin.
 
 
-def source_of(given: Any) -> Source:
+def source_of(data: Any) -> Source:
     """One data set, arrays or a loader as a `Source`. `as_source` takes several too."""
-    if isinstance(given, Dataset):
-        return DatasetSource(given)
-    given = as_arrays(given, "data.as_source")
-    is_array = hasattr(given, "dtype") and hasattr(given, "shape") and not isinstance(given, Source)
-    if is_array or isinstance(given, dict) or (type(given) is tuple and all(hasattr(each, "dtype") for each in given)):
-        return from_arrays(given)
-    return given if isinstance(given, Source) else from_iterable(given)
+    if isinstance(data, Dataset):
+        return DatasetSource(data)
+    data = as_arrays(data, "data.as_source")
+    # A list is a loader, whose elements are batches. A tuple of arrays has all examples.
+    is_array = hasattr(data, "dtype") and hasattr(data, "shape") and not isinstance(data, Source)
+    is_tuple_of_arrays = type(data) is tuple and all(hasattr(each, "dtype") for each in data)
+    if is_array or isinstance(data, dict) or is_tuple_of_arrays:
+        return from_arrays(data)
+    return data if isinstance(data, Source) else from_iterable(data)
 
 
 @overload
@@ -582,15 +584,18 @@ def usual_batch_size(source: object) -> int:
 
 def own_batch_size(source: object) -> int | None:
     """The size of the batches of a source, where it has one of its own."""
+    if isinstance(source, ArraySource):  # images of records have one, `mxnet.image_record_source`
+        return getattr(source, "batch_size", None)
     if not isinstance(source, IterableSource):
-        return getattr(source, "batch_size", None) if isinstance(source, ArraySource) else None
+        return None
+    # A loader makes batches of one size, and nobody cuts them anew. It says the size, or its first batch does.
     size: Any = getattr(source.source, "batch_size", None)
     if not checks.is_int(size):
         batch = source.first_batch()
         if batch is None:
             return None
         size = max(np.shape(leaf)[:1] or (0,) for leaf in jax.tree.leaves(batch))[0]
-    return int(size) * processes.count()
+    return int(size) * processes.count()  # each process has a loader of its own
 
 
 def place_in(source: Any) -> list[Any] | None:
@@ -603,6 +608,7 @@ def place_in(source: Any) -> list[Any] | None:
 
 def go_to(source: Any, places: list[Any] | None) -> None:
     """Set a source to the position from `place_in`. `ValueError` for another number of processes."""
+    # Each process has read its own share. No other number of processes can go on with these shares in the same order.
     if places is None or not hasattr(source, "set_state"):
         return
     if (count := len(places)) != processes.count():

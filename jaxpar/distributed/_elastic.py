@@ -72,7 +72,8 @@ def forget(address: str, processes: int, rank: int) -> None:
 class Board:
     """What the processes of an elastic run write for each other, as JSON in jax's key-value store."""
 
-    # Anybody can write there, so a value that is not valid counts as none.
+    # Any program that reaches the port of jax's coordination service can write there, without a secret. So what is
+    # read is checked, and a value that is not valid counts as none.
 
     def __init__(self, client: _runtime.Client | None = None):
         self.client = client or _runtime.client()
@@ -114,6 +115,8 @@ class Board:
 
     def own_start(self, rank: int) -> int:
         """The number that jax gave to the start of this process. Where the others have left it behind, it ends."""
+        # A process that was stopped (Ctrl-Z, a paused machine) goes on as if nothing had been. The others have a new
+        # one in its place by then, and two of one rank would mix their sums.
         if (start := self.client.get_live_nodes([rank]).get(rank)) is None:
             end_left_behind()
         return start

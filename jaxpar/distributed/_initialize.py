@@ -70,6 +70,7 @@ def is_joined() -> bool:
 
 def is_jax_used() -> bool:
     """Whether JAX has started its devices. Their number is fixed from then on."""
+    # jax has no public question for it. It refuses to change the number of CPU devices then.
     number = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
     try:
         jax.config.update("jax_num_cpu_devices", max(number, 0) + 1)
@@ -195,7 +196,8 @@ def initialize(
 
 def _attach(num_processes: int | None, process_id: int | None) -> None:
     """Go on in the processes that jax has already. Nothing is started: no heartbeats, no hooks at the end."""
-    # The code that started jax also ends it. In Ray Train, one line reports that.
+    # The code that started jax also ends it, perhaps while others still work: what closes a connection would be no loss
+    # then. In Ray Train, one line says who watches.
     if this.is_joined:  # by ourselves
         return
     size, rank = job().num_processes, job().process_id
@@ -393,8 +395,9 @@ def _start_by_jax(name: str, options: dict[str, Any], heartbeat_timeout: float, 
 
 def reserve_port(address: str) -> socket.socket:
     """Reserve the coordinator's port until jax takes it. Close the socket then."""
-    # Without this gRPC would silently share the port with another run. The socket does not listen, so that a process
-    # which starts jax earlier is refused, and tries again.
+    # Without this gRPC would silently share the port with another run (SO_REUSEPORT), and processes of the one would
+    # connect to the other. The socket does not listen, so that a process which starts jax earlier is refused, and tries
+    # again.
     _, port = split(address)
     reserved = socket.socket()
     try:

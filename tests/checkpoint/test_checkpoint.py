@@ -10,6 +10,7 @@ import pickle
 import shutil
 import signal
 import threading
+import weakref
 from pathlib import Path
 
 import jax
@@ -26,7 +27,7 @@ from world import close
 
 from jaxpar import checkpoint, data, kv, train, updaters
 from jaxpar._core import portable
-from jaxpar.checkpoint import _arrays, _files
+from jaxpar.checkpoint import _arrays, _files, _leaves
 
 PARAMS = {"dense": {"bias": np.zeros(3, np.float32), "weight": np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3)}}
 
@@ -438,6 +439,12 @@ def peak_of(call):
     return result, resident("VmHWM") - before
 
 
+def frozen_store(params):
+    """A store of params that no step changes, but for the last one. Each is split over the second axis."""
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    return kv.from_params(params, frozen=list(params)[:-1], mesh=mesh, sharding=P(None, "x"))
+
+
 @needs_peak
 @pytest.mark.parametrize(
     ("kind", "how", "copies"),
@@ -446,6 +453,7 @@ def peak_of(call):
         ("device", "manager", 0),
         ("sharded", "save", 0),
         ("sharded", "manager", 0),
+        ("frozen", "manager", 0),
         ("numpy", "save", 0),
         ("numpy", "manager", 1),  # the caller may write into them as soon as the call returns
     ],
@@ -454,16 +462,54 @@ def test_what_a_save_needs_in_host_memory(tmp_path, kind, how, copies):
     mib, arrays = 128, 16
     params = {f"w{i}": np.full((mib // arrays << 12, 64), i, np.float32) for i in range(arrays)}
     state = params
-    if kind != "numpy":
+    if kind == "frozen":
+        state = jax.block_until_ready(frozen_store(params))
+    elif kind != "numpy":
         state = jax.block_until_ready(kv.from_params(params, kind=kind, devices=jax.devices()[:4]))
-        del params
+    del params
     checkpoint.save(tmp_path / "first", {"w": np.ones(3), "x": jnp.ones(3)})  # imports
     save = world.save_by_manager if how == "manager" else lambda path, state: checkpoint.save(path / "second", state)
     _, most = peak_of(lambda: save(tmp_path, state))
-    # Of a store of kind `sharded`, one array is put together at a time.
+    # Where devices of this process have shards, one array is put together at a time.
     assert abs(most - copies * mib) < mib / 3, most
     restored = checkpoint.restore(checkpoint.latest(tmp_path), state)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "sharded"])
+def test_one_array_of_shards_is_put_together_at_a_time(tmp_path, monkeypatch, kind):
+    """The call of a save copies nothing: its arrays have the memory of the devices."""
+    params = {f"w{i}": np.full((8, 64), i, np.float32) for i in range(6)}
+    store = frozen_store(params) if kind == "frozen" else kv.from_params(params, kind=kind, devices=jax.devices()[:4])
+    _, _, arrays, _ = _leaves.to_leaves(store, True, may_change=True)
+    in_shards = [
+        (array, value) for array, value in zip(arrays, store.values.values(), strict=True) if array is not value
+    ]
+    assert len(in_shards) >= 5
+    for array, value in in_shards:
+        of_devices = [np.asarray(shard.data) for shard in value.addressable_shards]
+        for (_, shard), memory in zip(array._shards, of_devices, strict=True):
+            assert np.shares_memory(shard, memory)
+
+    made, alive = [], []
+    put_together = _arrays.HostShards.__array__
+
+    class Counted(np.ndarray):  # an array of NumPy itself has no weak references
+        pass
+
+    def counted(self, dtype=None, copy=None):
+        array = put_together(self).view(Counted)
+        alive.append(sum(reference() is not None for reference in made))
+        made.append(weakref.ref(array))
+        return array
+
+    monkeypatch.setattr(_arrays.HostShards, "__array__", counted)
+    checkpoint.save(tmp_path / "a", store)
+    monkeypatch.undo()
+    assert len(made) >= len(in_shards)
+    assert max(alive) <= 1, alive
+    restored = checkpoint.restore(tmp_path / "a", jax.tree.map(jnp.zeros_like, store))
+    jax.tree.map(np.testing.assert_array_equal, kv.to_params(restored), params)
 
 
 def test_a_numpy_array_that_is_changed_while_it_is_written(tmp_path, monkeypatch):

@@ -61,9 +61,10 @@ DTYPES = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4"
 def test_dtypes_to_the_bit(tmp_path, dtype):
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
     array = jnp.arange(8).astype(dtype)
-    tree = {"a": array, "none": jnp.zeros((0, 3), dtype), "scalar": array[3]}
+    in_shards = jax.device_put(array, NamedSharding(mesh, P("x")))
+    tree = {"a": array, "none": jnp.zeros((0, 3), dtype), "scalar": array[3], "in_shards": in_shards}
     checkpoint.save(tmp_path / "a", tree)
-    split = jax.ShapeDtypeStruct((8,), array.dtype, sharding=NamedSharding(mesh, P("x")))
+    split = jax.ShapeDtypeStruct((8,), array.dtype, sharding=in_shards.sharding)
     restored = checkpoint.restore(tmp_path / "a", {**tree, "a": split})
     for name, leaf in tree.items():
         assert restored[name].dtype == leaf.dtype
