@@ -1,5 +1,7 @@
 """Training that goes on when processes are lost, and takes them back. The end has the bits of a run without a loss."""
 
+import atexit
+import contextlib
 import functools
 import inspect
 import json
@@ -23,8 +25,10 @@ from jaxpar._devices import processes
 from jaxpar.distributed import _elastic, _gloo
 from jaxpar.distributed._elastic import Board
 from jaxpar.train._callbacks.callbacks import Callbacks
+from jaxpar.train._callbacks.history import History
 from jaxpar.train._elastic.group import Group, _by_rank, _is_terms, differences, digest
 from jaxpar.train._elastic.member import Member, Watchdog, check_can_go_on
+from jaxpar.train._fit.interrupt import Interrupts
 from jaxpar.train._fit.run import FitOptions, Run
 
 
@@ -354,6 +358,32 @@ def test_what_process_0_does_between_steps_is_watched(monkeypatch):
     assert (work.what, work.ends) == ("is between two steps, after step 4", False)
     assert next(steps, None) is None
     assert member._watchdog._work is None
+
+
+def test_a_process_that_follows_calls_no_callback_and_has_the_history(monkeypatch):
+    # Its run has no callbacks at all here, so that a call of one would be an AttributeError.
+    member = Member.__new__(Member)
+    member._run, member._at, member._history = types.SimpleNamespace(stops=False), 0, History()
+    record = {"step": 2, "loss": 1.0}
+    words = {"begin": (False, []), 1: (False, []), 2: (True, [record])}
+
+    def steps():
+        while True:
+            member._at += 1
+            yield f"state {member._at}", {"loss": 1.0}
+
+    def hear(place):
+        stop, history = words.pop(place)
+        return {"stop": stop, "signal": None, "history": history}
+
+    monkeypatch.setattr(member, "_under_way", lambda state: contextlib.nullcontext(), raising=False)
+    monkeypatch.setattr(member, "_is_turn", lambda: True)
+    monkeypatch.setattr(member, "_steps", steps)
+    monkeypatch.setattr(member, "_local", lambda: f"state {member._at}")
+    member._group = types.SimpleNamespace(hear=hear, wait_for_others=lambda: None)
+    monkeypatch.setattr(atexit, "register", lambda function: None)
+    assert member.follow("state 0", Interrupts()) == ("state 2", [record], 2)
+    assert not words
 
 
 @pytest.mark.slow

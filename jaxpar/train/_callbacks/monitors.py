@@ -14,6 +14,7 @@ from ... import updaters
 from ..._core import checks
 from ..._devices.user_mesh import outside_mesh
 from .._step.state import TrainState
+from .callback import Callback
 from .directions import Mode, direction_of, resolve_mode
 from .history import Record, metric_names
 
@@ -22,7 +23,7 @@ _NOTHING: Memory = {"monitor": None, "mode": None, "best": None}
 _NAME = "learning_rate"
 
 
-class Monitor:
+class Monitor(Callback):
     """A callback that remembers the best value of a metric."""
 
     monitor: str | None
@@ -157,7 +158,7 @@ class KeepBest(Monitor):
 
 
 @dataclasses.dataclass(frozen=True)
-class LearningRate:
+class LearningRate(Callback):
     """A callback of `fit` that adds `learning_rate` to records and progress bar.
 
     The value is the rate of the last step. A rate in the state is read at most once a second.
@@ -183,9 +184,6 @@ class LearningRate:
         if self.schedule is not None and not callable(self.schedule):
             allowed = "a function or a number of 0 or more"
             checks.number(self.schedule, "train.LearningRate", "schedule", allowed, lambda x: 0 <= x < math.inf)
-
-    def __call__(self, state: TrainState, record: Record) -> None:
-        """`fit` has put the rate in the record already."""
 
     def measure(self, state: TrainState, left_out: int = 0) -> dict[str, float]:
         """The rates of the last step, {name in the record: rate}.

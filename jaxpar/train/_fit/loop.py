@@ -69,17 +69,18 @@ def train(run: Run, state: TrainState, open_steps: OpenSteps | None = None) -> t
                 if manager is not None:
                     training.made_by = {**certificate.header_of(run.step, state), **describe(run, state)}
                     training.made_by["steps_per_execution"] = run.per_program
-                has_name = manager is not None or any(hasattr(callback, "on_run") for callback in callbacks.each)
+                has_name = manager is not None or bool(callbacks.loggers)
                 if has_name:
                     training.identity = training.identity or identity(run, state)
-                    callbacks.call("on_run", training.identity, resumed)
-                callbacks.call("on_start", training.history)
+                    for logger in callbacks.loggers:
+                        logger.on_run(training.identity, resumed)
+                callbacks.on_start(training.history)
 
         signals = Interrupts()
         try:
             with signals, opened.pop_all() as at_end:
                 # They end in the reverse order: the steps, `on_end`, the certificate, the checkpoints, the signals.
-                at_end.callback(callbacks.call, "on_end", training.history)
+                at_end.callback(callbacks.on_end, training.history)
                 if run.keep_every is not None and not resumed:
                     training.save(is_due=True)  # the first state, from which any step can be computed again
                 if open_steps is None:
@@ -222,7 +223,7 @@ def train_loop(training: Training, signals: Interrupts, steps_behind: int) -> No
             if record is not None:
                 # All processes wait in `written`, and perhaps in the callback. So an error in one is not raised in
                 # others.
-                callbacks.call("on_saved", record, training.written)
+                callbacks.on_saved(record, training.written)
 
             if is_epoch_over:
                 training.epoch = Epoch()
@@ -390,7 +391,7 @@ class Training:
                 # The bar of one epoch shows the time left by itself.
                 to_come = clock.last - step if (clock.steps_of_run or 0) > (run.steps or 0) else None
                 self.progress.step(metrics, epoch.counted * run.batch_size / epoch.elapsed(), to_come)
-                if self.callback_state or callbacks.on_step is not None:
+                if callbacks.each or callbacks.on_step:
                     self.callback_state = callbacks.after_step(self.callback_state, step, metrics)
         # The devices have made these steps, so their hashes are there, or soon will be.
         if self.certificate is not None:

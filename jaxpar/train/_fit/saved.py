@@ -123,7 +123,7 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
     saved = None
     if manager is not None and run.resume:
         with processes.raise_together():
-            run.callbacks.call("before_resume", manager.directory)
+            run.callbacks.before_resume(manager.directory)
         saved = manager._restore(lambda: template(state, run.step), has_good_info)
     if saved is None and run.resume is True:
         raise FileNotFoundError(f"fit: resume=True, but {run.checkpoint_dir} holds no checkpoint")
