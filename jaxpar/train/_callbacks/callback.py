@@ -78,25 +78,25 @@ class WithMemory(Protocol):
     def on_epoch(self, memory: PyTree, state: TrainState, record: Record) -> tuple[PyTree, Any]: ...
 
 
-def as_callback(given: CallbackFunction | WithMemory) -> Callback:
+def as_callback(user_callback: CallbackFunction | WithMemory) -> Callback:
     """What a user gave as a callback, with all hooks. `TypeError` for what is none, or cannot be called as one."""
     # An epoch may take hours, so that is found out before the first one.
-    if isinstance(given, type):
-        raise TypeError(f"fit: a callback must be an object, not a class; write {given.__name__}(...)")
-    if has_memory(given):
-        callback = given if isinstance(given, Callback) else _OfObject(given)
-        name = type(given).__name__
+    if isinstance(user_callback, type):
+        raise TypeError(f"fit: a callback must be an object, not a class; write {user_callback.__name__}(...)")
+    if has_memory(user_callback):
+        callback = user_callback if isinstance(user_callback, Callback) else _OfObject(user_callback)
+        name = type(user_callback).__name__
         check_takes(callback.on_step, ("memory", "step", "metrics"), f"fit: {name} has a memory, so its on_step")
         return callback
     hint = "; or give a train.Callback, another object with init and on_epoch, or a sequence of these"
-    check_takes(given, ("state", "record"), "fit: a callback", hint)
-    assert callable(given)
-    return _OfFunction(given)
+    check_takes(user_callback, ("state", "record"), "fit: a callback", hint)
+    assert callable(user_callback)
+    return _OfFunction(user_callback)
 
 
-def has_memory(given: object) -> TypeGuard[WithMemory]:
+def has_memory(user_callback: object) -> TypeGuard[WithMemory]:
     """Whether an object has the hooks with a memory. A function has none, and no memory."""
-    return callable(getattr(given, "init", None)) and callable(getattr(given, "on_epoch", None))
+    return callable(getattr(user_callback, "init", None)) and callable(getattr(user_callback, "on_epoch", None))
 
 
 def remembers(callback: Callback) -> bool:
@@ -119,22 +119,22 @@ class _OfFunction(Callback):
 class _OfObject(Callback):
     """An object with `init`, `on_epoch` and perhaps other hooks, of a class that does not derive from `Callback`."""
 
-    def __init__(self, given: WithMemory):
-        self._given = given
-        _take_hooks(self, given, ("on_step", *_WITHOUT_MEMORY))
+    def __init__(self, user_callback: WithMemory):
+        self._object = user_callback
+        _take_hooks(self, user_callback, ("on_step", *_WITHOUT_MEMORY))
 
     def init(self, state: TrainState) -> PyTree:
-        return self._given.init(state)
+        return self._object.init(state)
 
     def on_epoch(self, memory: PyTree, state: TrainState, record: Record) -> tuple[PyTree, Any]:
-        return self._given.on_epoch(memory, state, record)
+        return self._object.on_epoch(memory, state, record)
 
 
 _WITHOUT_MEMORY = ("before_resume", "on_start", "on_media", "on_saved", "on_end")
 
 
-def _take_hooks(callback: Callback, given: object, names: Sequence[str]) -> None:
+def _take_hooks(callback: Callback, user_callback: object, names: Sequence[str]) -> None:
     """Put those of these hooks that an object has in the place of those that do nothing."""
     for name in names:
-        if (hook := getattr(given, name, None)) is not None:
+        if (hook := getattr(user_callback, name, None)) is not None:
             setattr(callback, name, hook)

@@ -48,20 +48,20 @@ class Callbacks:
             callbacks = [callbacks]
         # The metrics file comes first, and has a record before a callback can fail.
         files_of_fit = [] if metrics_file is None else [MetricsFile(metrics_file)]
-        given: list[CallbackFunction | WithMemory] = [*files_of_fit, *callbacks]
-        self.each: tuple[Callback, ...] = tuple(map(as_callback, given))
+        user_callbacks: list[CallbackFunction | WithMemory] = [*files_of_fit, *callbacks]
+        self.each: tuple[Callback, ...] = tuple(map(as_callback, user_callbacks))
         # A function is wrapped in `each`, and not here: its type names it in messages and checkpoints.
-        self._given: tuple[object, ...] = tuple(given)
-        self._began = [fingerprint(callback) for callback in given]  # before they count in their attributes
+        self._from_user: tuple[object, ...] = tuple(user_callbacks)
+        self._began = [fingerprint(callback) for callback in user_callbacks]  # before they count in their attributes
 
         # What gets the number and the metrics of each step, without a memory.
         if on_step is not None:
             check_takes(on_step, ("step", "metrics"), "fit: on_step")
         self.on_step: list[OnStep] = [] if on_step is None else [on_step]
-        self.on_step += [callback.on_step for callback in given if isinstance(callback, LivePlot)]
+        self.on_step += [callback.on_step for callback in user_callbacks if isinstance(callback, LivePlot)]
 
         # Two that write one file would each drop the lines of the other.
-        self.loggers: list[Logger] = [callback for callback in given if isinstance(callback, Logger)]
+        self.loggers: list[Logger] = [callback for callback in user_callbacks if isinstance(callback, Logger)]
         paths = [logger.path.absolute() for logger in self.loggers if isinstance(logger, JsonLines)]
         paths += [] if certificate is None else [certificate.absolute()]
         if twice := [path for path in paths if paths.count(path) > 1]:
@@ -71,16 +71,16 @@ class Callbacks:
             )
 
         # At most one undoes steps, since fit keeps one copy of a state for it.
-        undo = [callback for callback in given if isinstance(callback, Undo)]
+        undo = [callback for callback in user_callbacks if isinstance(callback, Undo)]
         if len(undo) > 1:
             raise ValueError("fit: there are two train.Undo; give one, with when= a function for two conditions")
         self.undo: Undo | None = undo[0] if undo else None
 
         # At most one keeps a best state, since a checkpoint is the best or is not.
-        keep = [i for i, callback in enumerate(given) if isinstance(callback, KeepBest)]
+        keep = [i for i, callback in enumerate(user_callbacks) if isinstance(callback, KeepBest)]
         if checkpoint_dir is None and keep:
             raise ValueError("fit: train.KeepBest keeps the best checkpoint, so give checkpoint_dir= too")
-        restore = [i for i, c in enumerate(given) if isinstance(c, EarlyStopping) and c.restore_best]
+        restore = [i for i, c in enumerate(user_callbacks) if isinstance(c, EarlyStopping) and c.restore_best]
         keepers = keep + restore
         if len(keepers) > 1:
             raise ValueError(
@@ -197,7 +197,7 @@ class Callbacks:
         if processes.all_true(True not in asks):
             return tuple(new), []
         ended_by = [
-            f"{self._name(i)} {self._began[i]} {fingerprint(self._given[i])}" for i, stop in enumerate(asks) if stop
+            f"{self._name(i)} {self._began[i]} {fingerprint(self._from_user[i])}" for i, stop in enumerate(asks) if stop
         ]
         of_processes = map(json.loads, processes.exchange(json.dumps(ended_by)))
         return tuple(new), sorted({entry for entries in of_processes for entry in entries})
@@ -234,7 +234,7 @@ class Callbacks:
         `metrics` of a step and `scores` are empty where they are not known yet. `evaluated`: how names of scores begin.
         """
         names = [*metrics, *scores]
-        for i, callback in enumerate(self._given):
+        for i, callback in enumerate(self._from_user):
             if not type(callback).__module__.startswith("jaxpar."):
                 return  # a callback of the user may put its own metric into the record
             if not isinstance(callback, Monitor):
@@ -258,7 +258,7 @@ class Callbacks:
 
     def _name(self, i: int) -> str:
         """The name of a callback in messages and checkpoints."""
-        return type(self._given[i]).__name__
+        return type(self._from_user[i]).__name__
 
     def _check_saved(self, memories: Sequence[PyTree], hook: str) -> None:
         """`TypeError` for a memory that no checkpoint would have: a resumed run would go on without it."""

@@ -86,6 +86,7 @@ class RayReport(Callback):
 
     def _report(self, ray: Any, record: Record, path: Path | None) -> None:
         metrics = {name: value for name, value in record.items() if value is not None}
+        # So that `before_resume` of another call finds its own among all that the workers have reported.
         if self._directory is not None:
             metrics["checkpoint_dir"] = self._name
         with contextlib.ExitStack() as stack:

@@ -80,7 +80,7 @@ class Undo(Callback):
         checks.whole_number(self.window, "train.Undo", "window", least=4)
         checks.number(self.deviations, "train.Undo", "deviations", "a number above 0", lambda x: 0 < x < math.inf)
 
-    def init(self, state: Any) -> Memory:
+    def init(self, state: object) -> Memory:
         """No losses and norms yet."""
         return {**{name: np.full(self.window, np.nan) for name in _NAMES}, "left_out": 0}
 

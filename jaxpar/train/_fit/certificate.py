@@ -252,7 +252,11 @@ def parse(content: bytes, path: str | os.PathLike[str]) -> tuple[dict[str, Any],
         try:
             entry = json.loads(line)
             if number == 1:
-                header, is_good = entry, entry["certificate"] == _NUMBER and _is_good_run(entry.get("run"))
+                header, is_good = entry, entry["certificate"] == _NUMBER
+                if (run := entry.get("run")) is not None:  # an earlier jaxpar did not write which run it is
+                    first, state, every = *run["start"], run["every"]
+                    is_good = is_good and type(first) is int and isinstance(state, str)
+                    is_good = is_good and type(every) is int and every > 0
             elif "left_out" in entry:
                 is_good = type(entry["left_out"]) is int and entry["left_out"] > 0
                 header["left_out"] = [*header.get("left_out", []), entry["left_out"]]
@@ -269,13 +273,6 @@ def parse(content: bytes, path: str | os.PathLike[str]) -> tuple[dict[str, Any],
     if not header:
         raise ValueError(f"{path} is empty; give the file that fit(certificate=...) wrote")
     return header, lines
-
-
-def _is_good_run(run: Any) -> bool:
-    if run is None:
-        return True
-    step, state = run["start"]
-    return type(step) is int and isinstance(state, str) and type(run["every"]) is int and run["every"] > 0
 
 
 def _processor(device: Device) -> str:

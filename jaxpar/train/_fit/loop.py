@@ -107,7 +107,17 @@ def train(run: Run, state: TrainState, open_steps: OpenSteps | None = None) -> t
                 place = f"after the last step, {clock.step}; the run is complete{saved_in}"
             return finish_interrupted(signals.asked, training.state, training.history, place, run.on_interrupt)
         except BaseException as error:
-            _attach_state(error, training)
+            # The caller's own state was donated to the first step, so the exception has the last one. Before that step
+            # the caller still has it, and a state whose memory a failed step took is of no use.
+            state = training.state
+            has_trained = training.clock.step > training.clock.began or isinstance(error, NonFiniteError)
+            if has_trained and not mesh.is_donated(state):
+                error.state, error.history = state, training.history  # pyright: ignore[reportAttributeAccessIssue]
+                if isinstance(error, Exception):  # whoever stops the program does not read on
+                    error.add_note(
+                        f"fit: the state and the history up to step {int(state.step)} are the attributes `state` and "
+                        "`history` of this exception; in a notebook: import sys; state = sys.last_value.state"
+                    )
             raise
 
 
@@ -225,7 +235,7 @@ def train_loop(training: Training, signals: Interrupts, steps_behind: int) -> No
                 # others.
                 callbacks.on_saved(record, training.written)
 
-            if is_epoch_over:
+            if is_epoch_over:  # not before: the checkpoint of an epoch whose record is left out has its sums
                 training.epoch = Epoch()
             is_over = bool(stopped_by) or interrupted
 
@@ -594,16 +604,3 @@ def _say_nothing_left(training: Training) -> None:
         news = f"complete at step {step}: 0 steps trained; raise {limits}, or resume=False for a new run"
     if jax.process_index() == 0:
         say_news(news)
-
-
-def _attach_state(error: BaseException, training: Training) -> None:
-    """Put the state and the history on an exception: the caller's own state was donated to the first step."""
-    state = training.state
-    has_trained = training.clock.step > training.clock.began or isinstance(error, NonFiniteError)
-    if has_trained and not mesh.is_donated(state):
-        error.state, error.history = state, training.history  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(error, Exception):  # whoever stops the program does not read on
-            error.add_note(
-                f"fit: the state and the history up to step {int(state.step)} are the attributes `state` and "
-                "`history` of this exception; in a notebook: import sys; state = sys.last_value.state"
-            )
