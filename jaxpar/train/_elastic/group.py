@@ -346,6 +346,8 @@ class Group:
 
     def wait_for_others(self) -> None:
         """Wait until all others have ended too. Process 0 ends last, since the others need its service until then."""
+        # A block is a barrier: nobody leaves it before all are in it, or gone. The second one of process 0 is over when
+        # all others are gone.
         live = distributed._live_devices()
         for _ in range(2 if self.is_first else 1):
             with contextlib.suppress(Exception), live(jax.devices()):
