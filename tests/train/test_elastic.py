@@ -27,8 +27,9 @@ from jaxpar.distributed import _elastic, _gloo
 from jaxpar.distributed._elastic import Board
 from jaxpar.train._callbacks.callbacks import Callbacks
 from jaxpar.train._callbacks.history import History
-from jaxpar.train._elastic.group import Group, _by_rank, _is_terms, differences, digest
+from jaxpar.train._elastic.group import Group, _by_rank, _is_terms
 from jaxpar.train._elastic.member import Member, Watchdog, check_can_go_on
+from jaxpar.train._elastic.program import differences, digest
 from jaxpar.train._fit.interrupt import Interrupts
 from jaxpar.train._fit.run import FitOptions, Run
 

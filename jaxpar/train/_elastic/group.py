@@ -11,36 +11,27 @@ key-value store, and process 0 takes it in after a step.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol, TypedDict, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TypedDict, TypeVar
 
 import jax
-import numpy as np
 
-from ... import data, distributed
-from ..._core.arrays import Device, PyTree, without_keys
+from ... import distributed
+from ..._core.arrays import Device
 from ..._core.text import say, say_before_exit, say_news
 from ..._heartbeat.server import REFUSED
-from .._callbacks.callbacks import Callbacks
 from .._callbacks.history import Record
-from .._step.state import TrainState
-from .._step.train_step import TrainStep
+from .program import Program, differences, is_program
 
 _JOIN = "join"  # the key in a block by which process 0 takes others in
 _POLL = 0.05  # seconds between two looks at a key
 _START = 60.0  # seconds that process 0 waits for the others at the start, or JAXPAR_INITIALIZATION_TIMEOUT
 _MOST_TRIES = 8  # failures in a row, with the same processes, after which a step is given up
-_MOST_BYTES = 1 << 26  # of an array of the data that are hashed. Of a larger one rows at even distances are
-# The number of a device is in the text of a program with a callback.
-_DEVICE = re.compile(r"device_ids = (\[\d*\]|dense<\d*> : tensor<\w*>)|(?<=maximal_mesh_)\d+|(?<=maximal device=)\d+")
 
-Program = dict[str, str]
 Devices = tuple[Device, ...]
 Prepared = TypeVar("Prepared")
 Result = TypeVar("Result")
@@ -62,33 +53,6 @@ class Word(TypedDict):
     stop: bool
     signal: int | None  # after which it stops
     history: list[Record]  # of a word to stop all records, else the one of this step
-
-
-class Run(Protocol):
-    """What is read of a `train._fit.run.Run`, which is of a higher room."""
-
-    @property
-    def step(self) -> TrainStep: ...
-    @property
-    def source(self) -> data.Source: ...
-    @property
-    def callbacks(self) -> Callbacks: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def examples(self) -> int: ...
-    @property
-    def steps(self) -> int | None: ...
-    @property
-    def num_steps(self) -> int: ...
-    @property
-    def eval_every(self) -> int | None: ...
-    @property
-    def stops(self) -> bool: ...
-    @property
-    def left_out(self) -> frozenset[int]: ...
-    def batches(self, rng: jax.Array, start: int) -> Iterator[PyTree]: ...
-    def is_record_due(self, step: int, last: int, is_epoch_over: bool) -> bool: ...
 
 
 class Group:
@@ -137,7 +101,7 @@ class Group:
         self._program = program
         if self.is_first:
             return self._board.set("program", program)
-        while (first := self._board.get("program", _is_program)) is None:
+        while (first := self._board.get("program", is_program)) is None:
             self._leave_if_over()
         if why := differences(program, first):
             self.refuse(why)
@@ -358,56 +322,7 @@ def _by_rank(entries: dict[str, Any]) -> dict[int, Any]:
     return {rank: entries[str(rank)] for rank in range(jax.process_count()) if str(rank) in entries}
 
 
-def _is_program(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())  # pyright: ignore
-
-
 def _is_terms(value: Any) -> bool:
     order, offer = value["order"], value["offer"]
     are_numbers = all(isinstance(offer[name], int) for name in ("at", "first", "last"))
     return are_numbers and (order is None or {*order} <= {d.id for d in jax.devices()})
-
-
-# What a process would compute, in short. A process that comes back reads the script again, and the script may have been
-# edited meanwhile. So it is compared with process 0 before it may take part. What is not compared: the Python functions
-# that a program calls back (`jax.pure_callback`), and examples that are neither in the batches compared nor among the
-# rows hashed.
-
-
-def describe(run: Run, seed: jax.Array, state: TrainState, texts: Iterable[str], batch: PyTree) -> Program:
-    """What decides the numbers of a run of `fit`, by names for people.
-
-    `texts` are the programs of a device before compilation, `batch` is the first one of the run, in host memory.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    shapes = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape}" for path, x in leaves]
-    sizes = (run.batch_size, run.examples, run.num_steps, run.eval_every, run.step.virtual_shards)
-    arrays = getattr(run.source, "arrays", None)  # a source of the user's own need not have them
-    thinned = jax.tree.map(lambda array: array[:: max(1, -(-array.nbytes // _MOST_BYTES))], arrays)
-    return {
-        "versions": f"jax {jax.__version__}, jaxpar {sys.modules['jaxpar'].__version__}",
-        "the shapes of the params or of the optimizer's state": digest(shapes),
-        "batch_size, the number of examples or of steps": digest(sizes),
-        "the step, with its loss, optimizer and learning rate": digest([_DEVICE.sub("", text) for text in texts]),
-        "the seed": digest(jax.random.key_data(seed)),
-        "the data": digest([batch, thinned]),
-    }
-
-
-def differences(program: Program, first: Program) -> str:
-    """In what a process differs from process 0, in words. Empty: in nothing."""
-    names = [name for name in program if program[name] != first.get(name)]
-    return " and ".join(
-        f"{name} ({program[name]}, not {first.get(name)})" if name == "versions" else name for name in names
-    )
-
-
-def digest(tree: PyTree) -> str:
-    """A hash of the structure of a pytree, and of what is in it."""
-    plain, _ = without_keys(tree)
-    leaves, structure = jax.tree.flatten(plain)
-    hasher = hashlib.blake2b(str(structure).encode(), digest_size=16)
-    for leaf in leaves:
-        host = np.ascontiguousarray(leaf)  # of a text too
-        hasher.update(f"{host.dtype}{host.shape}".encode() + host.tobytes())
-    return hasher.hexdigest()

@@ -33,7 +33,8 @@ from .._step.nonfinite import check_finite
 from .._step.state import TrainState, place_state
 from .._step.train_step import TrainStep
 from .._step.virtual import VirtualProgram
-from .group import Devices, Group, Offer, Program, Run, Word, describe, digest
+from .group import Devices, Group, Offer, Word
+from .program import Program, Run, describe, digest
 
 STUCK_AFTER = 10.0  # seconds, or JAXPAR_STUCK_TIMEOUT
 _EVERY = 0.5  # seconds between two looks
