@@ -94,7 +94,7 @@ NAMES = {
     **dict.fromkeys(("scores", "make_record"), "evaluation"),
     **dict.fromkeys(("save", "_save", "written"), "save"),
     **dict.fromkeys(("close", "on_end", "close_certificate"), "last save"),
-    **dict.fromkeys(("finish_interrupted", "_attach_state"), "end"),
+    "finish_interrupted": "end",
     **dict.fromkeys(("resume", "check", "begin", "on_start", "identity", "_open"), "before the steps"),
     **dict.fromkeys(("after_record", "on_step", "write", "take"), "callbacks and logs"),
     "own_steps": "steps",

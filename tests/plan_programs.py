@@ -150,7 +150,7 @@ def lowered(name, devices, options):
     if name.startswith("by hand"):
         return by_hand(devices, **options)
     make = {"lenet": lenet, "decoder": decoder}.get(name, mlp)
-    step, state, _, parts = child._construct(make, devices, options)
+    step, state, _, parts = child.construct(make, devices, options)
     mesh = {str(axis): size for axis, size in state.step.sharding.mesh.shape.items()}
     if many := options.get("many"):
         return [step.lower(state, batch_of(devices, many), many=True)], mesh

@@ -17,6 +17,7 @@ A call of `fit` goes through `_fit.run`, its checked arguments, `_fit.saved`, th
 
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
+from ._callbacks.callback import Callback as Callback
 from ._callbacks.figures import LivePlot as LivePlot, plot_history as plot_history
 from ._callbacks.history import History as History, to_pandas as to_pandas
 from ._callbacks.loggers import (

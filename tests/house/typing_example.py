@@ -26,6 +26,26 @@ def apply(params: Params, image: jax.Array) -> jax.Array:
     return image.reshape(image.shape[0], -1) @ params["w"] + params["b"][None]
 
 
+class Counts(jp.train.Callback):
+    """A callback of the user's own, on the base."""
+
+    def init(self, state: TrainState) -> dict[str, int]:
+        return {"steps": 0}
+
+    def on_step(self, memory: dict[str, int], step: int, metrics: dict[str, float]) -> dict[str, int]:
+        return {"steps": memory["steps"] + 1}
+
+
+class StopsAt:
+    """One that is no `jp.train.Callback`."""
+
+    def init(self, state: TrainState) -> int:
+        return 0
+
+    def on_epoch(self, memory: int, state: TrainState, record: dict[str, Any]) -> tuple[int, bool]:
+        return memory + 1, memory == 3
+
+
 def loss_fn(params: Params, batch: Batch, rng: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     del rng
     losses = optax.softmax_cross_entropy_with_integer_labels(apply(params, batch["image"]), batch["label"])
@@ -93,7 +113,9 @@ def training(folder: Path) -> None:
     assert_type(jp.train.evaluate(state, apply, test, batch_size=256), dict[str, float])
     assert_type(jp.train.confusion_matrix(state, apply, test), np.ndarray)
     plot = jp.train.LivePlot()
-    jp.train.fit(state, step, train, epochs=1, batch_size=256, callbacks=[plot], on_step=plot.on_step)
+    both: list[Counts | jp.train.LivePlot] = [Counts(), plot]
+    jp.train.fit(state, step, train, epochs=1, batch_size=256, callbacks=both, on_step=plot.on_step)
+    jp.train.fit(state, step, train, epochs=1, batch_size=256, callbacks=[Counts(), plot, StopsAt()])
     jp.checkpoint.save(folder / "state", state)
     assert_type(jp.checkpoint.restore(folder / "state", state), TrainState)
     assert_type(jp.checkpoint.latest(folder), Path | None)

@@ -317,6 +317,78 @@ def test_a_forged_memory_is_no_memory(wrong):
     assert not is_saved_memory(wrong)
 
 
+HOOKS = "before_resume init on_start on_step on_step on_step on_media on_epoch on_saved on_end".split()
+
+
+class Listens(train.Callback):
+    """Has written every hook, and notes each call with the number of its arguments, the memory among them."""
+
+    def __init__(self):
+        self.heard = []
+        for name in vars(train.Callback):
+            if name.startswith(("on_", "before_")) and name != "on_step":
+                setattr(self, name, functools.partial(self.note, name))
+
+    def note(self, name, *args):
+        self.heard.append((name, len(args)))
+        return ({"calls": 1}, False) if name == "on_epoch" else None
+
+    def init(self, state):
+        self.heard.append(("init", 1))
+        return {"calls": 0}
+
+    def on_step(self, memory, step, metrics):
+        self.heard.append(("on_step", 3))
+        return memory
+
+
+class Duck:
+    """The same, of a class that does not know of `train.Callback`."""
+
+    __init__, note, init, on_step = Listens.__init__, Listens.note, Listens.init, Listens.on_step
+
+
+class Function:
+    """What is called as a function may have those hooks that have no memory."""
+
+    __init__, note = Listens.__init__, Listens.note
+
+    def __call__(self, state, record):
+        self.heard.append(("on_epoch", 3))
+
+
+def test_all_kinds_of_callbacks_have_the_same_hooks(tmp_path):
+    function = Function()
+    del function.on_epoch  # it would be an object with half of a memory
+    given = [Listens(), Duck(), train.Callback(), function]
+    shown = {"eval_data": {"x": np.zeros((2, 4, 4))}, "eval_fn": lambda p, b: {"seen": train.Image(b["x"])}}
+    run(epochs=1, callbacks=given, checkpoint_dir=tmp_path, **shown)
+    expected = dict(zip(HOOKS, (1, 1, 1, 3, 3, 3, 2, 3, 2, 1), strict=True))
+    assert given[0].heard == given[1].heard == [(name, expected[name]) for name in HOOKS]
+    assert function.heard == [heard for heard in given[0].heard if heard[0] not in ("init", "on_step")]
+    # Checkpoints name those with a memory by their own classes, and have none of the others.
+    path = next(tmp_path.glob("step_*"))
+    _, info = checkpoint.Manager(path.parent).restore_latest(start_classifier())
+    assert [entry["name"] for entry in info["callbacks"]] == ["Listens", "Duck"]
+
+
+def test_a_memory_that_no_checkpoint_would_have_is_refused():
+    class Forgets(train.Callback):
+        def on_step(self, memory, step, metrics):
+            return (memory or 0) + 1
+
+    class ForgetsEpochs(train.Callback):
+        def on_epoch(self, memory, state, record):
+            return (memory or 0) + 1, False
+
+    for callback, words in [
+        (Forgets(), r"Forgets.on_step returned the memory .*1.*, and the class has no init; write init\(self, state\)"),
+        (ForgetsEpochs(), r"ForgetsEpochs.on_epoch returned the memory .*1.* no init"),
+    ]:
+        with pytest.raises(TypeError, match=words):
+            run(epochs=1, callbacks=callback)
+
+
 def test_what_is_no_callback():
     class Half:
         def init(self, state):

@@ -1,5 +1,8 @@
 """Training that goes on when processes are lost, and takes them back. The end has the bits of a run without a loss."""
 
+import atexit
+import collections
+import contextlib
 import functools
 import inspect
 import json
@@ -23,8 +26,11 @@ from jaxpar._devices import processes
 from jaxpar.distributed import _elastic, _gloo
 from jaxpar.distributed._elastic import Board
 from jaxpar.train._callbacks.callbacks import Callbacks
-from jaxpar.train._elastic.group import Group, _by_rank, _is_terms, differences, digest
+from jaxpar.train._callbacks.history import History
+from jaxpar.train._elastic.group import Group, _by_rank, _is_terms
 from jaxpar.train._elastic.member import Member, Watchdog, check_can_go_on
+from jaxpar.train._elastic.program import differences, digest
+from jaxpar.train._fit.interrupt import Interrupts
 from jaxpar.train._fit.run import FitOptions, Run
 
 
@@ -112,20 +118,65 @@ def test_a_process_that_comes_back_keeps_nobody_waiting(monkeypatch):
     assert service.barriers[3:] == [[2]]
 
 
-def test_a_lost_process_is_not_taken_in_again(monkeypatch):
+Node = collections.namedtuple("Node", "process_index")  # a device
+
+
+class Live:
+    """A `live_devices` whose barrier finds these processes lost. `starts` are those of devices that live after it."""
+
+    class Failure(Exception):
+        failed_devices = ()
+
+    def __init__(self, starts=None, lost=()):
+        self.lost, self.devices = lost, starts
+
+    @contextlib.contextmanager
+    def __call__(self, devices):
+        yield
+        if self.lost:
+            failure = self.Failure()
+            failure.failed_devices = [*map(Node, self.lost)]
+            raise failure
+
+
+@pytest.fixture
+def live(monkeypatch):
+    monkeypatch.setattr(distributed, "_live_devices", Live)
+    monkeypatch.setattr(distributed, "_process_failure", lambda: Live.Failure)
     monkeypatch.setattr(jax, "process_count", lambda: 3)
+    return Live
+
+
+def test_a_lost_process_is_not_taken_in_again(live):
     board = Board(Service(own=1))
     group = Group(board.client)
-    group._block = "block"
     for rank in range(3):
         board.set(f"ready/{rank}", 1)
     group.set_members({0: 1, 1: 1, 2: 1})
-    group.set_members({0: 1, 1: 1})
-    group._invite()
-    assert board.entries("block") == {}
+    group._live = live({Node(rank): 1 for rank in (0, 1)}, lost=[2])
+    assert group.run(4, lambda: "made") is None  # it counts in none
+    assert (group.lost, group.starts, group.agrees) == ([2], {0: 1, 1: 1}, False)
+    assert group.run(4, lambda: "made") == "made"
+    assert (group.lost, group.joined, group.starts) == ([], [], {0: 1, 1: 1})
     board.set("ready/2", 2**64 - 1)  # another one in its place
-    group._invite()
-    assert board.entries("block") == {"join": [[2, 2**64 - 1]]}
+    assert group.run(5, lambda: "made") == "made"
+    assert (group.joined, group.starts) == ([2], {0: 1, 1: 1, 2: 2**64 - 1})
+
+
+def test_nobody_joins_after_a_step_that_failed(live):
+    board = Board(Service(own=1))
+    group = Group(board.client)
+    board.set("ready/2", 5)
+    group.set_members({0: 1, 1: 1})
+
+    def fails():
+        raise jax.errors.JaxRuntimeError("Gloo gave up")
+
+    for _ in range(7):
+        assert group.run(4, fails) is None
+        assert (group.lost, group.joined, group.starts) == ([], [], {0: 1, 1: 1})
+    with pytest.raises(RuntimeError, match="failed 8 times, but no process was lost: process 0: Gloo gave up"):
+        group.run(4, fails)
 
 
 WORDS = "x [ null -1 1.5 true".split()
@@ -151,7 +202,7 @@ def test_what_a_stranger_writes_is_dropped(monkeypatch, text):
     assert board.wait("terms", _is_terms)["offer"]["at"] == 3
 
 
-def test_a_process_that_was_left_behind_ends(monkeypatch):
+def test_a_process_that_was_left_behind_ends(monkeypatch, live):
     ends = []
     monkeypatch.setattr(_elastic.os, "_exit", ends.append)
     service = Service(own=1)
@@ -159,8 +210,8 @@ def test_a_process_that_was_left_behind_ends(monkeypatch):
     Board(service).own_start(0)
     assert ends == [distributed.LOST]
     members = Group(service)
-    members.starts, members._live = {0: 1, 1: 1}, types.SimpleNamespace(devices={})
-    members._leave_out_lost()
+    members.starts, members._live = {0: 1, 1: 1}, live({}, lost=[0])
+    members.run(3, lambda: "made")
     assert ends == [distributed.LOST] * 2
 
 
@@ -354,6 +405,32 @@ def test_what_process_0_does_between_steps_is_watched(monkeypatch):
     assert (work.what, work.ends) == ("is between two steps, after step 4", False)
     assert next(steps, None) is None
     assert member._watchdog._work is None
+
+
+def test_a_process_that_follows_calls_no_callback_and_has_the_history(monkeypatch):
+    # Its run has no callbacks at all here, so that a call of one would be an AttributeError.
+    member = Member.__new__(Member)
+    member._run, member._at, member._history = types.SimpleNamespace(stops=False), 0, History()
+    record = {"step": 2, "loss": 1.0}
+    words = {"begin": (False, []), 1: (False, []), 2: (True, [record])}
+
+    def steps():
+        while True:
+            member._at += 1
+            yield f"state {member._at}", {"loss": 1.0}
+
+    def hear(place):
+        stop, history = words.pop(place)
+        return {"stop": stop, "signal": None, "history": history}
+
+    monkeypatch.setattr(member, "_under_way", lambda state: contextlib.nullcontext(), raising=False)
+    monkeypatch.setattr(member, "_is_turn", lambda: True)
+    monkeypatch.setattr(member, "_steps", steps)
+    monkeypatch.setattr(member, "_local", lambda: f"state {member._at}")
+    member._group = types.SimpleNamespace(hear=hear, wait_for_others=lambda: None)
+    monkeypatch.setattr(atexit, "register", lambda function: None)
+    assert member.follow("state 0", Interrupts()) == ("state 2", [record], 2)
+    assert not words
 
 
 @pytest.mark.slow

@@ -44,6 +44,7 @@ def readable(who: str) -> Generator[None]:
 
 def new_figure(width: float, height: float) -> Any:
     """An empty figure of this size in inches, which is in no window and in no global list of figures."""
+    # pyplot would keep every figure until it is closed, and open a window where there is a screen.
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(width, height), layout="constrained")
@@ -150,7 +151,7 @@ class LivePlot:
 
     def on_end(self, history: History) -> None:
         """Draw the remaining points. The next run begins a new plot."""
-        if not self._is_current:
+        if not self._is_current:  # points came after the last picture, within its second
             self._draw()
         self._clear()
 

@@ -39,6 +39,7 @@ class History(list[Record]):
         """
         checks.choice(mode, "history.best", "mode", get_args(Mode))
         values = [(record[metric], record) for record in self if metric in metric_names(record)]
+        # NaN is neither less nor more, so `min` and `max` would keep one that comes first.
         values = [(value, record) for value, record in values if not math.isnan(value)]
         if not values:
             names = dict.fromkeys(name for record in self for name in metric_names(record))

@@ -1,7 +1,7 @@
 """The records of a run, written elsewhere: JSON lines, TensorBoard, Weights & Biases, MLflow.
 
 Each is a `Logger`: `log(step, metrics)` and `close()`. A new place is a subclass with `_write`, and where it needs them
-with `_open` and `_close`.
+with `_open`, `_write_media` and `_close`. To `fit` a logger is a function of (state, record) with three hooks beside.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Logger:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write numbers of a step, and images and texts, by their names. The place is opened before the first ones."""
-        if jax.process_index() != 0:
+        if jax.process_index() != 0:  # all processes have the same numbers, and would each write them
             return
         media = {name: value for name, value in metrics.items() if isinstance(value, Media)}
         metrics = {
@@ -66,7 +66,7 @@ class Logger:
     def close(self) -> None:
         """Close the place. What is logged later opens it again."""
         if self._is_open:
-            self._is_open = False
+            self._is_open = False  # first: a place that fails here is not closed once more
             self._close()
 
     # What a place does. A run that goes on after a crash makes some steps again. So that nothing is there twice,
@@ -419,6 +419,7 @@ class WeightsAndBiases(Logger):
         self._write(step, logged)
 
     def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        # wandb drops what is logged for a step before its last one, and only warns of it.
         if self._is_users:
             self.run.log({**metrics, _WANDB_AXIS: step})
         elif step >= self.run.step:
@@ -486,6 +487,7 @@ class MLflow(Logger):
             self._last_steps = {}
 
     def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        # MLflow keeps both of two values of one step. So those that the run had are asked for, once for each metric.
         if self._last_steps is not None:
             for name in metrics.keys() - self._last_steps.keys():
                 steps = [metric.step for metric in self._client.get_metric_history(self.run_id, name)]
@@ -494,7 +496,7 @@ class MLflow(Logger):
         new = {name: value for name, value in metrics.items() if step > last_steps.get(name, -1)}
         if len(new) < len(metrics):
             self._say_known(f"to_mlflow: run {self.run_id}", step)
-        now = int(time.time() * 1000)
+        now = int(time.time() * 1000)  # milliseconds, as MLflow counts
         if new:
             self._client.log_batch(self.run_id, [self._metric(name, value, now, step) for name, value in new.items()])
 

@@ -27,6 +27,7 @@ def memory_to_json(memory: PyTree, who: str) -> dict[str, Any]:
                 f"fit: checkpoints save the memory of {who}, so it must be a pytree of arrays, numbers and texts; got "
                 f"{checks.describe(value)} at {name or 'its root'}"
             )
+    # It is text in the manifest of each checkpoint, which is read whole before any array is.
     size = sum(value.nbytes for value in values if isinstance(value, _ARRAYS))
     if size > _MOST_BYTES:
         raise ValueError(

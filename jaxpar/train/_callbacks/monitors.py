@@ -14,6 +14,7 @@ from ... import updaters
 from ..._core import checks
 from ..._devices.user_mesh import outside_mesh
 from .._step.state import TrainState
+from .callback import Callback
 from .directions import Mode, direction_of, resolve_mode
 from .history import Record, metric_names
 
@@ -22,25 +23,25 @@ _NOTHING: Memory = {"monitor": None, "mode": None, "best": None}
 _NAME = "learning_rate"
 
 
-class Monitor:
+class Monitor(Callback):
     """A callback that remembers the best value of a metric."""
 
     monitor: str | None
     mode: Mode
 
     def __post_init__(self) -> None:
-        where = f"train.{type(self).__name__}"
-        checks.choice(self.mode, where, "mode", get_args(Mode))
+        caller = f"train.{type(self).__name__}"
+        checks.choice(self.mode, caller, "mode", get_args(Mode))
         if self.monitor is not None:
-            resolve_mode(checks.text(self.monitor, where, "monitor"), self.mode, where)
+            resolve_mode(checks.text(self.monitor, caller, "monitor"), self.mode, caller)
         elif self.mode != "auto":
-            raise ValueError(f"{where}: mode={self.mode!r} needs the name of a metric; give monitor= too")
+            raise ValueError(f"{caller}: mode={self.mode!r} needs the name of a metric; give monitor= too")
 
     def _look(self, memory: Memory, record: Record, min_delta: float = 0.0) -> tuple[Memory, bool]:
         """The memory with the best value so far, and whether this record has it."""
-        where = f"train.{type(self).__name__}"
+        caller = f"train.{type(self).__name__}"
         name = self.monitor or memory["monitor"] or default_monitor(record)
-        mode = resolve_mode(name, self.mode, where)
+        mode = resolve_mode(name, self.mode, caller)
         # A memory of another metric begins anew. That happens if a run is resumed with another `monitor`.
         if (name, mode) != (memory["monitor"], memory["mode"]):
             counts = dict.fromkeys(memory.keys() & {"without", "step"}, 0)
@@ -48,7 +49,7 @@ class Monitor:
             memory = {**memory, **counts, "monitor": name, "mode": mode, "best": worst}
         value = record.get(name)
         if value is None or isinstance(value, (str, bool)):
-            raise_unknown(name, metric_names(record), where)
+            raise_unknown(name, metric_names(record), caller)
         best, value = memory["best"], float(value)
         is_better = value < best - min_delta if mode == "min" else value > best + min_delta  # NaN is not
         # A memory has the step of the best value, 0 before there is one, only where its checkpoint stays.
@@ -97,18 +98,18 @@ class EarlyStopping(Monitor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        where = "train.EarlyStopping"
-        checks.whole_number(self.patience, where, "patience")
+        caller = "train.EarlyStopping"
+        checks.whole_number(self.patience, caller, "patience")
         allowed = "a finite number of 0 or more"
-        checks.number(self.min_delta, where, "min_delta", allowed, lambda x: 0 <= x < math.inf)
+        checks.number(self.min_delta, caller, "min_delta", allowed, lambda x: 0 <= x < math.inf)
         if not isinstance(self.restore_best, bool):  # an array has no truth value
-            raise TypeError(f"{where}: restore_best must be True or False, got {checks.describe(self.restore_best)}")
+            raise TypeError(f"{caller}: restore_best must be True or False, got {checks.describe(self.restore_best)}")
 
-    def init(self, state: Any) -> Memory:
+    def init(self, state: object) -> Memory:
         """The callback's state before the first record."""
         return {**_NOTHING, "without": 0, **({"step": 0} if self.restore_best else {})}
 
-    def on_epoch(self, memory: Memory, state: Any, record: Record) -> tuple[Memory, bool]:
+    def on_epoch(self, memory: Memory, state: object, record: Record) -> tuple[Memory, bool]:
         """(the callback's state after a record, whether to stop)."""
         memory, is_better = self._look(memory, record, float(self.min_delta))
         without = 0 if is_better else memory["without"] + 1
@@ -147,17 +148,17 @@ class KeepBest(Monitor):
     monitor: str | None = None
     mode: Mode = "auto"
 
-    def init(self, state: Any) -> Memory:
+    def init(self, state: object) -> Memory:
         """The callback's state before the first record."""
         return {**_NOTHING, "step": 0}
 
-    def on_epoch(self, memory: Memory, state: Any, record: Record) -> tuple[Memory, bool]:
+    def on_epoch(self, memory: Memory, state: object, record: Record) -> tuple[Memory, bool]:
         """(the callback's state after a record, with the best step, False)."""
         return self._look(memory, record)[0], False
 
 
 @dataclasses.dataclass(frozen=True)
-class LearningRate:
+class LearningRate(Callback):
     """A callback of `fit` that adds `learning_rate` to records and progress bar.
 
     The value is the rate of the last step. A rate in the state is read at most once a second.
@@ -184,35 +185,31 @@ class LearningRate:
             allowed = "a function or a number of 0 or more"
             checks.number(self.schedule, "train.LearningRate", "schedule", allowed, lambda x: 0 <= x < math.inf)
 
-    def __call__(self, state: TrainState, record: Record) -> None:
-        """`fit` has put the rate in the record already."""
-
     def measure(self, state: TrainState, left_out: int = 0) -> dict[str, float]:
         """The rates of the last step, {name in the record: rate}.
 
         `left_out` is the number of steps without an update that the state does not count, see `TrainStep.without`.
         """
         if self.schedule is None:
-            return _rates(state)
+            rates = updaters.learning_rates(state)
+            if not rates:
+                raise ValueError(
+                    "train.LearningRate: the state has no learning rate; give the schedule, "
+                    "train.LearningRate(schedule), or make the optimizer by "
+                    "optax.inject_hyperparams(optax.adam)(learning_rate=schedule)"
+                )
+            # `optax.multi_transform` of equal rates, or one rate in several places of the state, is one number.
+            if len(set(rates.values())) == 1:
+                return {_NAME: next(iter(rates.values()))}
+            # Each is named by what its path in the state does not share with those of the others.
+            names = updaters._rate_names(rates)
+            return {f"{_NAME}_{name}": rate for name, rate in zip(names, rates.values(), strict=True)}
         if not callable(self.schedule):
             return {_NAME: float(self.schedule)}
+        # The state counts all steps, and the optimizer asks its schedule with the number of its own updates.
         skipped = state.nonfinite["skipped"] if isinstance(state.nonfinite, dict) else 0  # steps without an update
         with outside_mesh():
             return {_NAME: float(self.schedule(max(0, int(state.step) - int(skipped) - left_out - 1)))}
-
-
-def _rates(state: TrainState) -> dict[str, float]:
-    """The rates in the state, each named by what its path does not share with the others."""
-    rates = updaters.learning_rates(state)
-    if not rates:
-        raise ValueError(
-            "train.LearningRate: the state has no learning rate; give the schedule, train.LearningRate(schedule), or "
-            "make the optimizer by optax.inject_hyperparams(optax.adam)(learning_rate=schedule)"
-        )
-    if len(set(rates.values())) == 1:
-        return {_NAME: next(iter(rates.values()))}
-    names = updaters._rate_names(rates)
-    return {f"{_NAME}_{name}": rate for name, rate in zip(names, rates.values(), strict=True)}
 
 
 # The metric that is monitored where none is named.
@@ -227,6 +224,6 @@ def default_monitor(record: Record) -> str:
     return next((name for name in _FIRST if name in names), with_direction[0] if with_direction else "loss")
 
 
-def raise_unknown(monitor: str, names: Iterable[str], where: str) -> NoReturn:
+def raise_unknown(monitor: str, names: Iterable[str], caller: str) -> NoReturn:
     """`ValueError` for a metric that the record lacks."""
-    raise ValueError(f"{where}: unknown metric {monitor!r}; known are {', '.join(sorted(names)) or 'none'}")
+    raise ValueError(f"{caller}: unknown metric {monitor!r}; known are {', '.join(sorted(names)) or 'none'}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from ... import checkpoint, distributed
 from ..._core import files
-from .._step.state import TrainState
+from .callback import Callback
 from .history import Record
 
 
@@ -34,7 +34,7 @@ def to_ray() -> RayReport:
     return RayReport()
 
 
-class RayReport:
+class RayReport(Callback):
     """What `to_ray` returns."""
 
     def __init__(self) -> None:
@@ -42,9 +42,6 @@ class RayReport:
         self._name = ""  # of the directory, in what is reported
         self._reported = -1  # the step of the last report
         self._missing: list[Record] = []  # records of earlier workers, which were not reported
-
-    def __call__(self, state: TrainState, record: Record) -> None:
-        """`fit` reports the record when it has saved its checkpoint."""
 
     def before_resume(self, directory: Path) -> None:
         """Put the checkpoint that was reported last into the directory, if it is not there."""
@@ -89,6 +86,7 @@ class RayReport:
 
     def _report(self, ray: Any, record: Record, path: Path | None) -> None:
         metrics = {name: value for name, value in record.items() if value is not None}
+        # So that `before_resume` of another call finds its own among all that the workers have reported.
         if self._directory is not None:
             metrics["checkpoint_dir"] = self._name
         with contextlib.ExitStack() as stack:

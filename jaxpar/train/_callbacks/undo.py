@@ -10,7 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 from ..._core import checks
-from .history import Record, number_text
+from .callback import Callback
+from .history import number_text
 
 Memory = dict[str, Any]
 _NAMES = "loss", "grad_norm"  # of the metrics that a spike is seen in
@@ -26,7 +27,7 @@ class Spike(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Undo:
+class Undo(Callback):
     """A callback of `fit` that goes back before a step whose loss spikes, leaves that step out, and goes on.
 
     `fit` keeps a copy of a state on the devices. It computes the steps from there to the spike again, with the same
@@ -79,7 +80,7 @@ class Undo:
         checks.whole_number(self.window, "train.Undo", "window", least=4)
         checks.number(self.deviations, "train.Undo", "deviations", "a number above 0", lambda x: 0 < x < math.inf)
 
-    def init(self, state: Any) -> Memory:
+    def init(self, state: object) -> Memory:
         """No losses and norms yet."""
         return {**{name: np.full(self.window, np.nan) for name in _NAMES}, "left_out": 0}
 
@@ -126,7 +127,3 @@ class Undo:
         if metrics.get("skipped", 0.0) > 0:
             return memory
         return {**memory, **{name: np.append(memory[name][1:], metrics[name]) for name in _NAMES if name in metrics}}
-
-    def on_epoch(self, memory: Memory, state: Any, record: Record) -> tuple[Memory, bool]:
-        """The memory as it is, and no stop."""
-        return memory, False

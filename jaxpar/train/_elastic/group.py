@@ -11,73 +11,57 @@ key-value store, and process 0 takes it in after a step.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TypedDict, TypeVar
 
 import jax
-import numpy as np
 
-from ... import data, distributed
-from ..._core.arrays import Device, PyTree, without_keys
+from ... import distributed
+from ..._core.arrays import Device
 from ..._core.text import say, say_before_exit, say_news
 from ..._heartbeat.server import REFUSED
-from .._callbacks.callbacks import Callbacks
-from .._step.state import TrainState
-from .._step.train_step import TrainStep
+from .._callbacks.history import Record
+from .program import Program, differences, is_program
 
 _JOIN = "join"  # the key in a block by which process 0 takes others in
 _POLL = 0.05  # seconds between two looks at a key
 _START = 60.0  # seconds that process 0 waits for the others at the start, or JAXPAR_INITIALIZATION_TIMEOUT
 _MOST_TRIES = 8  # failures in a row, with the same processes, after which a step is given up
-_MOST_BYTES = 1 << 26  # of an array of the data that are hashed. Of a larger one rows at even distances are
-# The number of a device is in the text of a program with a callback.
-_DEVICE = re.compile(r"device_ids = (\[\d*\]|dense<\d*> : tensor<\w*>)|(?<=maximal_mesh_)\d+|(?<=maximal device=)\d+")
 
-Program = dict[str, str]
 Devices = tuple[Device, ...]
-Offer = dict[str, Any]  # what process 0 says about the run, as JSON
 Prepared = TypeVar("Prepared")
 Result = TypeVar("Result")
 
 
-class Run(Protocol):
-    """What is read of a `train._fit.run.Run`, which is of a higher room."""
+class Offer(TypedDict):
+    """What process 0 says about the run in an agreement, as JSON."""
 
-    @property
-    def step(self) -> TrainStep: ...
-    @property
-    def source(self) -> data.Source: ...
-    @property
-    def callbacks(self) -> Callbacks: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def examples(self) -> int: ...
-    @property
-    def steps(self) -> int | None: ...
-    @property
-    def num_steps(self) -> int: ...
-    @property
-    def eval_every(self) -> int | None: ...
-    @property
-    def stops(self) -> bool: ...
-    @property
-    def left_out(self) -> frozenset[int]: ...
-    def batches(self, rng: jax.Array, start: int) -> Iterator[PyTree]: ...
-    def is_record_due(self, step: int, last: int, is_epoch_over: bool) -> bool: ...
+    at: int  # the number of steps that were made
+    first: int  # the number of them when the run began
+    last: int  # and at its end
+    history: list[Record]
+    batch: str  # a digest of the batch of the step that is made next
+
+
+class Word(TypedDict):
+    """What process 0 says between two steps, as JSON."""
+
+    stop: bool
+    signal: int | None  # after which it stops
+    history: list[Record]  # of a word to stop all records, else the one of this step
 
 
 class Group:
     """This process and those that compute with it, its members."""
 
     def __init__(self, client: distributed._Client | None = None):
-        self.starts: dict[int, int] = {}  # the number that jax gave to the start of each member, by its index
+        # The members, by the index of each process, with the number that jax gave to its start. A process that comes
+        # back has the index of the lost one and another start.
+        self.starts: dict[int, int] = {}
         self.agrees = False  # whether they have agreed; after a change of members and a failure they must again
         self.lost: list[int] = []  # the processes that were lost in the last block
         self.joined: list[int] = []  # those that join after it
@@ -100,12 +84,24 @@ class Group:
     def devices(self) -> list[Device]:
         return [d for d in jax.devices() if d.process_index in self.starts]
 
+    def set_members(self, starts: dict[int, int], number: int | None = None) -> None:
+        """Compute with these processes from now on. All members must make this call at the same place."""
+        self.starts = dict(starts)
+        # jax compares those that live after a block with those before it, which it keeps. A new `live_devices` has
+        # none, and begins with one more barrier to learn them. In a process that joins it would be out of step with
+        # those of the others, so all members are given the same.
+        self._live = distributed._live_devices({d: starts[d.process_index] for d in self.devices})
+        self._number, self._tries, self.agrees = self._number + 1 if number is None else number, 0, False
+        self._were.update(starts.values())
+
+    # 1. A process begins: it compares its program with that of process 0, and becomes a member.
+
     def check_program(self, program: Program) -> None:
         """Compare this process's program with that of process 0. End this process if they differ."""
         self._program = program
         if self.is_first:
             return self._board.set("program", program)
-        while (first := self._board.get("program", _is_program)) is None:
+        while (first := self._board.get("program", is_program)) is None:
             self._leave_if_over()
         if why := differences(program, first):
             self.refuse(why)
@@ -118,6 +114,39 @@ class Group:
             "run continues without it; start it with the same script, data and versions as the others"
         )
         os._exit(REFUSED)
+
+    def _join(self) -> None:
+        """Say that this process is ready, and wait until it is a member. Where the run is over, the process ends."""
+        start = self._board.own_start(self._rank)
+        self._board.set(f"ready/{self._rank}", start)
+        if not self.is_first:
+            while True:
+                number, starts = self._board.release_others(self._rank)
+                if starts.get(self._rank) == start:
+                    return self.set_members(starts, number)
+                self._leave_if_over()
+
+        # Process 0 waits for all others, a minute at most. One that was refused does not come.
+        end = time.monotonic() + float(os.environ.get("JAXPAR_INITIALIZATION_TIMEOUT") or _START)
+        while True:
+            ready = self._ready()
+            coming = jax.process_count() - len(self._board.entries("refused"))
+            if len(ready) >= coming or time.monotonic() >= end:
+                return self.set_members(ready)
+            time.sleep(_POLL)
+
+    def _ready(self) -> dict[int, int]:
+        return _by_rank(self._board.entries("ready", distributed._is_start))
+
+    def _leave_if_over(self) -> None:
+        """End this process where the run is over. Else wait until it is time for another look."""
+        if self._board.is_over():
+            say_news(f"process {self._rank} started after the end of the run, and ends")
+            sys.stdout.flush()
+            os._exit(0)  # jax's own shutdown needs process 0
+        time.sleep(_POLL)
+
+    # 2. All members agree, at the start and after each loss and each new member.
 
     def agree(
         self,
@@ -139,45 +168,6 @@ class Group:
                 say(f"process {who} was lost while the processes connected; the others connect again")
         self._failures = 0
 
-    def run(self, at: int, work: Callable[[], Result]) -> Result | None:
-        """The result of `work`, which ends with its collectives. None: it failed in a process, so it counts in none."""
-        made = self._in_all(str(at), work, invites=True)
-        if made is None:
-            self.agrees = False
-            return None
-        self._failures = 0
-        return made[0]
-
-    def tell(self, place: int | str, word: dict[str, Any]) -> None:
-        """Say a word to the other processes after a step, or at another place. Only process 0 does."""
-        self._board.set(f"words/{place}", word)
-
-    def hear(self, place: int | str) -> dict[str, Any]:
-        """The word of process 0 at a place. It is waited for."""
-        return self._board.wait(f"words/{place}", lambda value: {"stop", "signal", "history"} == dict(value).keys())
-
-    def has_failed(self) -> bool:
-        """Whether another process of the block under way has failed."""
-        return bool(_by_rank(self._board.entries(self._block)))
-
-    def end(self) -> None:
-        """Say that the run is over. Only process 0 does."""
-        self._board.set("over", 1)
-
-    def wait_for_others(self) -> None:
-        """Wait until all others have ended too. Process 0 ends last, since the others need its service until then."""
-        live = distributed._live_devices()
-        for _ in range(2 if self.is_first else 1):
-            with contextlib.suppress(Exception), live(jax.devices()):
-                pass
-
-    def set_members(self, starts: dict[int, int], number: int | None = None) -> None:
-        """Compute with these processes from now on. All members must make this call at the same place."""
-        self.starts = dict(starts)
-        self._live = distributed._live_devices({d: starts[d.process_index] for d in self.devices})
-        self._number, self._tries, self.agrees = self._number + 1 if number is None else number, 0, False
-        self._were.update(starts.values())
-
     def _try_to_agree(
         self,
         offer: Callable[[], Offer],
@@ -194,8 +184,8 @@ class Group:
         members, losses = set(self.starts), distributed._losses()
         num_losses = len(losses)
 
-        # 1. Process 0 says where the run is and in which order the devices compute, and each process prepares. After
-        #    that all begin to connect at once, so what takes time before belongs in `prepare`.
+        # Process 0 says where the run is and in which order the devices compute, and each process prepares. After
+        # that all begin to connect at once, so what takes time before belongs in `prepare`.
         def settle() -> tuple[Devices, Offer, Prepared]:
             if self.is_first:
                 terms: Any = {"order": self._next_order(), "offer": offer()}
@@ -219,8 +209,8 @@ class Group:
             return False
         ((devices, offered, prepared),) = settled
 
-        # 2. They connect by their first collectives. Gloo waits long for a process that was lost meanwhile or has
-        #    failed. Process 0, which learns of both, ends that wait for all.
+        # They connect by their first collectives. Gloo waits long for a process that was lost meanwhile or has failed.
+        # Process 0, which learns of both, ends that wait for all.
         def is_in_vain() -> bool:
             return not members.isdisjoint(losses[num_losses:]) or self.has_failed()
 
@@ -229,45 +219,33 @@ class Group:
         with connecting if self.is_first else contextlib.nullcontext():
             return self._in_all("take", lambda: take(devices, offered, prepared)) is not None
 
-    def _join(self) -> None:
-        """Say that this process is ready, and wait until it is a member. Where the run is over, the process ends."""
-        start = self._board.own_start(self._rank)
-        self._board.set(f"ready/{self._rank}", start)
-        if self.is_first:
-            return self.set_members(self._wait_for_all())
-        while True:
-            number, starts = self._board.release_others(self._rank)
-            if starts.get(self._rank) == start:
-                return self.set_members(starts, number)
-            self._leave_if_over()
+    def _next_order(self) -> Sequence[int] | None:
+        """The ids of the devices in an order that no group had. None where all were used."""
+        # Gloo keeps the addresses of a group in jax's key-value store under the ids of its devices, in their order.
+        # With an order that was used it would find the addresses of the earlier group, and wait for who is gone.
+        ids = sorted(d.id for d in self.devices)
+        if len(self.starts) == 1:
+            return ids  # without Gloo
+        return next(self._orders.setdefault(frozenset(ids), itertools.permutations(ids)), None)
 
-    def _wait_for_all(self) -> dict[int, int]:
-        """The processes that are ready at the start, a minute later at most. One that was refused does not come."""
-        end = time.monotonic() + float(os.environ.get("JAXPAR_INITIALIZATION_TIMEOUT") or _START)
-        while True:
-            ready = self._ready()
-            coming = jax.process_count() - len(self._board.entries("refused"))
-            if len(ready) >= coming or time.monotonic() >= end:
-                return ready
-            time.sleep(_POLL)
+    # 3. They make steps, each in a block that counts in all members or in none.
 
-    def _ready(self) -> dict[int, int]:
-        return _by_rank(self._board.entries("ready", distributed._is_start))
-
-    def _leave_if_over(self) -> None:
-        """End this process where the run is over. Else wait until it is time for another look."""
-        if self._board.is_over():
-            say_news(f"process {self._rank} started after the end of the run, and ends")
-            sys.stdout.flush()
-            os._exit(0)  # jax's own shutdown needs process 0
-        time.sleep(_POLL)
+    def run(self, at: int, work: Callable[[], Result]) -> Result | None:
+        """The result of `work`, which ends with its collectives. None: it failed in a process, so it counts in none."""
+        made = self._in_all(str(at), work, invites=True)
+        if made is None:
+            self.agrees = False
+            return None
+        self._failures = 0
+        return made[0]
 
     def _in_all(self, name: str, work: Callable[[], Result], invites: bool = False) -> tuple[Result] | None:
         """The result in a tuple, where `work` succeeded in all members. With `invites` others may join after it."""
         self.lost, self.joined, made, error = [], [], None, None
         self._block = f"blocks/{self._number}/{self._tries}/{name}"
+
         # The work. The block ends with a barrier. Behind it all members can read what one of them wrote before it: its
-        # error, or whom process 0 invites. Where a member was lost, the barrier raises in all others.
+        # error, or whom process 0 invites. So all decide the same, without a further message that could be lost.
         try:
             with self._live(self.devices):
                 try:
@@ -275,22 +253,34 @@ class Group:
                 except jax.errors.JaxRuntimeError as raised:
                     error = raised
                     self._board.set(f"{self._block}/{self._rank}", f"{error}"[:500])
+                # Process 0 takes in who is ready. One that was lost has left its `ready` behind, with a start that was
+                # a member. Nobody may wait for it again.
                 if invites and made and self.is_first:
-                    self._invite()
+                    ready = self._ready().items()
+                    new = [[rank, s] for rank, s in ready if rank not in self.starts and s not in self._were]
+                    if new:
+                        self._board.set(f"{self._block}/{_JOIN}", new)
         except distributed._process_failure() as failure:
+            # A member was lost: the barrier raises in all others. They go on without those that it has found lost.
+            # Where it counted this process among these, they are gone already, and this one would wait for nobody.
             self.lost = sorted({d.process_index for d in failure.failed_devices})
-            self._leave_out_lost()
+            living = {device.process_index: start for device, start in (self._live.devices or {}).items()}
+            if living.get(self._rank) != self.starts[self._rank]:
+                distributed._end_left_behind()
+            self.set_members({rank: start for rank, start in self.starts.items() if living.get(rank) == start})
             return None
+
         # Nobody was lost. It succeeded in all, or in none.
         entries = self._board.entries(self._block)
         failed = _by_rank(entries)
         if made and not failed:
-            new: Any = entries.get(_JOIN)
-            if distributed._is_starts(new):
-                self.joined = sorted(rank for rank, _ in new)
-                self.set_members({**self.starts, **dict(new)})
+            invited: Any = entries.get(_JOIN)
+            if distributed._is_starts(invited):
+                self.joined = sorted(rank for rank, _ in invited)
+                self.set_members({**self.starts, **dict(invited)})
             return made
-        # As where one process was so slow that Gloo gave up. It is tried again, but not forever.
+
+        # It failed in a process, as where that was so slow that Gloo gave up. It is tried again, but not forever.
         self._failures += 1
         if self._failures == _MOST_TRIES:
             reasons = "; ".join(f"process {rank}: {why}" for rank, why in failed.items())
@@ -300,81 +290,39 @@ class Group:
             ) from error
         return None
 
-    def _invite(self) -> None:
-        """Take those in that are ready, after the block under way. A lost one may still be among them."""
-        ready = self._ready().items()
-        if new := {rank: start for rank, start in ready if rank not in self.starts and start not in self._were}:
-            self._board.set(f"{self._block}/{_JOIN}", list(new.items()))
+    def has_failed(self) -> bool:
+        """Whether another process of the block under way has failed."""
+        return bool(_by_rank(self._board.entries(self._block)))
 
-    def _leave_out_lost(self) -> None:
-        """Compute without the members that the last block has found lost."""
-        living = {device.process_index: start for device, start in (self._live.devices or {}).items()}
-        if living.get(self._rank) != self.starts[self._rank]:
-            distributed._end_left_behind()
-        self.set_members({rank: start for rank, start in self.starts.items() if living.get(rank) == start})
+    # 4. Process 0 says between the steps whether the run goes on, and all end.
 
-    def _next_order(self) -> Sequence[int] | None:
-        """The ids of the devices in an order that no group had. None where all were used."""
-        ids = sorted(d.id for d in self.devices)
-        if len(self.starts) == 1:
-            return ids  # without Gloo
-        return next(self._orders.setdefault(frozenset(ids), itertools.permutations(ids)), None)
+    def tell(self, place: int | str, word: Word) -> None:
+        """Say a word to the other processes after a step, or at another place. Only process 0 does."""
+        self._board.set(f"words/{place}", word)
+
+    def hear(self, place: int | str) -> Word:
+        """The word of process 0 at a place. It is waited for."""
+        return self._board.wait(f"words/{place}", lambda value: {"stop", "signal", "history"} == dict(value).keys())
+
+    def end(self) -> None:
+        """Say that the run is over. Only process 0 does."""
+        self._board.set("over", 1)
+
+    def wait_for_others(self) -> None:
+        """Wait until all others have ended too. Process 0 ends last, since the others need its service until then."""
+        # A block is a barrier: nobody leaves it before all are in it, or gone. The second one of process 0 is over when
+        # all others are gone.
+        live = distributed._live_devices()
+        for _ in range(2 if self.is_first else 1):
+            with contextlib.suppress(Exception), live(jax.devices()):
+                pass
 
 
 def _by_rank(entries: dict[str, Any]) -> dict[int, Any]:
     return {rank: entries[str(rank)] for rank in range(jax.process_count()) if str(rank) in entries}
 
 
-def _is_program(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())  # pyright: ignore
-
-
 def _is_terms(value: Any) -> bool:
     order, offer = value["order"], value["offer"]
     are_numbers = all(isinstance(offer[name], int) for name in ("at", "first", "last"))
     return are_numbers and (order is None or {*order} <= {d.id for d in jax.devices()})
-
-
-# What a process would compute, in short. A process that comes back reads the script again, and the script may have been
-# edited meanwhile. So it is compared with process 0 before it may take part. What is not compared: the Python functions
-# that a program calls back (`jax.pure_callback`), and examples that are neither in the batches compared nor among the
-# rows hashed.
-
-
-def describe(run: Run, seed: jax.Array, state: TrainState, texts: Iterable[str], batch: PyTree) -> Program:
-    """What decides the numbers of a run of `fit`, by names for people.
-
-    `texts` are the programs of a device before compilation, `batch` is the first one of the run, in host memory.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    shapes = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape}" for path, x in leaves]
-    sizes = (run.batch_size, run.examples, run.num_steps, run.eval_every, run.step.virtual_shards)
-    arrays = getattr(run.source, "arrays", None)  # a source of the user's own need not have them
-    thinned = jax.tree.map(lambda array: array[:: max(1, -(-array.nbytes // _MOST_BYTES))], arrays)
-    return {
-        "versions": f"jax {jax.__version__}, jaxpar {sys.modules['jaxpar'].__version__}",
-        "the shapes of the params or of the optimizer's state": digest(shapes),
-        "batch_size, the number of examples or of steps": digest(sizes),
-        "the step, with its loss, optimizer and learning rate": digest([_DEVICE.sub("", text) for text in texts]),
-        "the seed": digest(jax.random.key_data(seed)),
-        "the data": digest([batch, thinned]),
-    }
-
-
-def differences(program: Program, first: Program) -> str:
-    """In what a process differs from process 0, in words. Empty: in nothing."""
-    names = [name for name in program if program[name] != first.get(name)]
-    return " and ".join(
-        f"{name} ({program[name]}, not {first.get(name)})" if name == "versions" else name for name in names
-    )
-
-
-def digest(tree: PyTree) -> str:
-    """A hash of the structure of a pytree, and of what is in it."""
-    plain, _ = without_keys(tree)
-    leaves, structure = jax.tree.flatten(plain)
-    hasher = hashlib.blake2b(str(structure).encode(), digest_size=16)
-    for leaf in leaves:
-        host = np.ascontiguousarray(leaf)  # of a text too
-        hasher.update(f"{host.dtype}{host.shape}".encode() + host.tobytes())
-    return hasher.hexdigest()

@@ -33,7 +33,8 @@ from .._step.nonfinite import check_finite
 from .._step.state import TrainState, place_state
 from .._step.train_step import TrainStep
 from .._step.virtual import VirtualProgram
-from .group import Devices, Group, Offer, Program, Run, describe, digest
+from .group import Devices, Group, Offer, Word
+from .program import Program, Run, describe, digest
 
 STUCK_AFTER = 10.0  # seconds, or JAXPAR_STUCK_TIMEOUT
 _EVERY = 0.5  # seconds between two looks
@@ -87,12 +88,12 @@ class Member:
         self._run, self._seed = run, state.rng
         self._group, self._watchdog = Group(), Watchdog()
         self.leads: bool = self._group.is_first
-        self._step: TrainStep = run.step
-        self._state: Any = None  # on the devices of the group
-        self._host: Any = None  # the same before the step under way, in host memory
+        self._step: TrainStep = run.step  # over the devices of the group
+        self._state = state  # on the devices of the group, once they have agreed
+        self._host = state  # the one before the step under way, in host memory: a step that fails has taken the other
         self._is_new = True  # whether the next step is the first one over these devices
-        self._batches: Any = None  # an iterator
-        self._batch: Any = None  # of the step under way, whole in this process, in host memory
+        self._batches: Iterator[PyTree] | None = None
+        self._batch: PyTree = None  # of the step under way, whole in this process, in host memory
         self.first: int = 0  # steps that were made when the run began
         self._at = self._last = 0  # steps that were made, and at the end of the run
         self._made = 0  # steps of this process
@@ -116,13 +117,27 @@ class Member:
             self._group.end()
             atexit.register(self._group.wait_for_others)
 
+    def _lead(self) -> Iterator[tuple[TrainState, dict[str, jax.Array], None]]:
+        """The steps for the loop of process 0. Where it is stuck between two of them, its stack is said."""
+        self._group.tell(_BEGIN, {"stop": False, "signal": None, "history": []})
+        for state, metrics in self._steps():
+            is_turn = self._is_turn()
+            if is_turn:
+                # The loop may evaluate it, and an evaluation over the devices of all would wait for the others.
+                state = self._local()
+            with self._watchdog.watch(f"is between two steps, after step {self._at}", ends=False):
+                yield state, metrics, None
+            if is_turn:
+                new = [record for record in self._history[-1:] if record["step"] == self._at]
+                self._group.tell(self._at, {"stop": False, "signal": None, "history": new})
+
     def follow(self, state: TrainState, signals: Signals) -> tuple[TrainState, History, int]:
         """Make the steps of process 0 until it says that the run is over, or a signal came here.
 
         The result is what process 0 has: the state, the history, and the number of the last step.
         """
-        # The loop and all that it calls run in process 0 alone. Here only steps are made, and every so often it says
-        # whether there is another one: no process may begin a step that the others do not make.
+        # The loop and all that it calls run in process 0 alone, `on_step` too. Here only steps are made, and every so
+        # often it says whether there is another one: no process may begin a step that the others do not make.
         with self._under_way(state), signals:
             steps, stop = self._steps(), self._hear(_BEGIN)["stop"]
             while not stop:
@@ -139,6 +154,19 @@ class Member:
             atexit.register(self._group.wait_for_others)
         return state, self._history, self._at
 
+    def _hear(self, place: int | str) -> Word:
+        """What process 0 says after a step: whether the run is over, after which signal, and what is recorded."""
+        word = self._group.hear(place)
+        self._history = History([*([] if word["stop"] else self._history), *word["history"]])
+        return word
+
+    def _is_turn(self) -> bool:
+        """Whether process 0 says after this step if the run goes on: after each record, and now and then."""
+        is_epoch_over = (self._at - self.first) % (self._run.steps or 1) == 0
+        return self._run.is_record_due(self._at, self._last, is_epoch_over) or self._at % _TELL_EVERY == 0
+
+    # What process 0 and the others do alike.
+
     @contextlib.contextmanager
     def _under_way(self, state: TrainState) -> Generator[None]:
         """A block in which this process is one of the run, with the state of process 0."""
@@ -148,69 +176,6 @@ class Member:
             self._group.check_program(self._compile(state))
             self._agree()
             yield
-
-    def _lead(self) -> Iterator[tuple[TrainState, dict[str, jax.Array], None]]:
-        """The steps for the loop of process 0. Where it is stuck between two of them, its stack is said."""
-        self._group.tell(_BEGIN, {"stop": False, "signal": None, "history": []})
-        for state, metrics in self._steps():
-            is_turn = self._is_turn()
-            if is_turn:
-                state = self._local()
-            with self._watchdog.watch(f"is between two steps, after step {self._at}", ends=False):
-                yield state, metrics, None
-            if is_turn:
-                new = [record for record in self._history[-1:] if record["step"] == self._at]
-                self._group.tell(self._at, {"stop": False, "signal": None, "history": new})
-
-    def _steps(self) -> Iterator[Made]:
-        """Make steps, each until it has succeeded in all processes."""
-        while True:
-            if not self._group.agrees:
-                self._agree()
-            self._load()
-            made = self._group.run(self._at, self._make)
-
-            # Who was lost in it, and who joins after it.
-            if self.leads and self._group.lost:
-                lost = ", ".join(map(str, self._group.lost))
-                say(f"process {lost} was lost in step {self._at + 1}; the others repeat it")
-            if self.leads and self._group.joined:
-                say(f"process {', '.join(map(str, self._group.joined))} joins after step {self._at + 1}")
-
-            # It failed in a process, so it counts in none. The batch stays for the next try.
-            if made is None:
-                continue
-            self._batch = None
-            self._at, self._made = self._at + 1, self._made + 1
-            if self._made == _PROVEN:
-                distributed._report_working()
-            self._state, metrics = made
-            if self.leads:
-                self._host = _to_host(self._state)
-            yield self._state, metrics
-
-    def _is_turn(self) -> bool:
-        """Whether process 0 says after this step if the run goes on: after each record, and now and then."""
-        is_epoch_over = (self._at - self.first) % (self._run.steps or 1) == 0
-        return self._run.is_record_due(self._at, self._last, is_epoch_over) or self._at % _TELL_EVERY == 0
-
-    def _hear(self, place: int | str) -> dict[str, Any]:
-        """What process 0 says after a step: whether the run is over, after which signal, and what is recorded."""
-        word = self._group.hear(place)
-        self._history = History([*([] if word["stop"] else self._history), *word["history"]])
-        return word
-
-    def _local(self) -> TrainState:
-        """The state on the devices of this process, for what one process does by itself."""
-        return place_state(_to_host(self._state), tuple(jax.local_devices()))
-
-    def _load(self) -> None:
-        """Read the batch of the next step, where a failed step has not left it."""
-        if self._batch is not None:
-            return
-        with self._watchdog.watch(f"loads the batch of step {self._at + 1}"):
-            self._batches = self._batches or self._run.batches(self._host.rng, self._at)
-            self._batch = _to_host(next(self._batches))
 
     def _compile(self, state: TrainState) -> Program:
         """Compile what each device runs by itself: later the others would wait for the compiler in a collective."""
@@ -222,23 +187,21 @@ class Member:
         texts = program.compile_own(donated, rng, batch)
         return describe(self._run, self._seed, state, texts, batch)
 
-    def _make(self) -> Made:
-        times = _MORE_FOR_COMPILATION if self._is_new else 1
-        with self._watchdog.watch(f"computes step {self._at + 1}", self._group.has_failed, times):
-            made = jax.block_until_ready(self._step(self._state, self._batch))
-        self._is_new = False
-        return made
-
     def _agree(self) -> None:
         """Agree with all that live, and take the state of process 0."""
 
-        def take(devices: Devices, offer: Offer, send: Callable[[], Any]) -> None:
+        def offer() -> Offer:
+            self._load()
+            batch = digest(self._batch)
+            return Offer(at=self._at, first=self.first, last=self._last, history=self._history, batch=batch)
+
+        def take(devices: Devices, offer: Offer, send: Callable[[], PyTree]) -> None:
             # The state of process 0, the step over these devices, and where the run is.
             self._host = send()
             self._state = place_state(self._host, devices)
             self._step = self._run.step.on(devices)
             self._is_new = True
-            self._at, self.first, self._last = (offer[name] for name in ("at", "first", "last"))
+            self._at, self.first, self._last = offer["at"], offer["first"], offer["last"]
             if not self.leads:
                 self._history = History(offer["history"])
             # The batch of the step that is made again. Data that differ would give other sums without an error.
@@ -246,13 +209,58 @@ class Member:
             if digest(self._batch) != offer["batch"]:
                 self._group.refuse("the data of the current batch")
 
-        self._group.agree(self._offer, lambda devices: processes.plan_send(self._host, devices), take)
+        self._group.agree(offer, lambda devices: processes.plan_send(self._host, devices), take)
 
-    def _offer(self) -> Offer:
-        """What process 0 says of the run under way."""
-        self._load()
-        place = {"at": self._at, "first": self.first, "last": self._last}
-        return {**place, "history": self._history, "batch": digest(self._batch)}
+    def _load(self) -> None:
+        """Read the batch of the next step, where a failed step has not left it."""
+        if self._batch is not None:
+            return
+        with self._watchdog.watch(f"loads the batch of step {self._at + 1}"):
+            self._batches = self._batches or self._run.batches(self._host.rng, self._at)
+            self._batch = _to_host(next(self._batches))
+
+    def _steps(self) -> Iterator[Made]:
+        """Make steps, each until it has succeeded in all processes."""
+
+        def make() -> Made:
+            # Where another process has failed, this one may wait for it in a collective without end, so it ends. Where
+            # none has, the step only takes long.
+            times = _MORE_FOR_COMPILATION if self._is_new else 1
+            with self._watchdog.watch(f"computes step {self._at + 1}", self._group.has_failed, times):
+                # Computed within the block of the group, whose barrier is to say that the step has succeeded.
+                made = jax.block_until_ready(self._step(self._state, self._batch))
+            self._is_new = False
+            return made
+
+        while True:
+            if not self._group.agrees:
+                self._agree()
+            self._load()
+            made = self._group.run(self._at, make)
+
+            # Who was lost in it, and who joins after it.
+            if self.leads and self._group.lost:
+                lost = ", ".join(map(str, self._group.lost))
+                say(f"process {lost} was lost in step {self._at + 1}; the others repeat it")
+            if self.leads and self._group.joined:
+                say(f"process {', '.join(map(str, self._group.joined))} joins after step {self._at + 1}")
+
+            # It failed in a process, so it counts in none. The batch stays for the next try, and the state before it is
+            # in the host memory of process 0, which sends it when all agree again.
+            if made is None:
+                continue
+            self._batch = None
+            self._at, self._made = self._at + 1, self._made + 1
+            if self._made == _PROVEN:
+                distributed._report_working()
+            self._state, metrics = made
+            if self.leads:
+                self._host = _to_host(self._state)
+            yield self._state, metrics
+
+    def _local(self) -> TrainState:
+        """The state on the devices of this process, for what one process does by itself."""
+        return place_state(_to_host(self._state), tuple(jax.local_devices()))
 
 
 def check_can_go_on(run: Run, state: TrainState) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 
 from ... import checkpoint
 from ..._core import files
-from ..._core.arrays import Device, PyTree
+from ..._core.arrays import PyTree
 from ..._devices import mesh, processes
 from .._callbacks.loggers import explain_errors
 from .._step.state import TrainState
@@ -213,9 +213,17 @@ def which_differ(a: Entry, b: Entry, name: str) -> list[int] | None:
 def header_of(step: object, state: TrainState) -> dict[str, Any]:
     """The settings that determine the bits of a run, as far as they are known."""
     devices = state.store.devices or tuple(jax.devices())
+    # The make of the processor that computes. Of a CPU with its widest vectors, in whose order XLA adds.
+    processor = devices[0].device_kind
+    if devices[0].platform == "cpu":
+        about = cpu_info()
+        features = set(about.get("flags", about.get("Features", "")).split())
+        vectors = next((name for name in _VECTORS if name in features), "")
+        model = about.get("model name") or platform.processor()
+        processor = " ".join(filter(None, (platform.machine(), model, vectors)))
     return {
         **{"certificate": _NUMBER, "jax": jax.__version__, "jaxpar": sys.modules["jaxpar"].__version__},
-        **{"processor": _processor(devices[0]), "platform": devices[0].platform, "devices": len(devices)},
+        **{"processor": processor, "platform": devices[0].platform, "devices": len(devices)},
         **{"processes": len({d.process_index for d in devices})},
         **{"virtual_shards": getattr(step, "virtual_shards", None), "engine": getattr(step, "engine", "own")},
         **{"kind": state.store.kind},
@@ -252,7 +260,11 @@ def parse(content: bytes, path: str | os.PathLike[str]) -> tuple[dict[str, Any],
         try:
             entry = json.loads(line)
             if number == 1:
-                header, is_good = entry, entry["certificate"] == _NUMBER and _is_good_run(entry.get("run"))
+                header, is_good = entry, entry["certificate"] == _NUMBER
+                if (run := entry.get("run")) is not None:  # an earlier jaxpar did not write which run it is
+                    first, state, every = *run["start"], run["every"]
+                    is_good = is_good and type(first) is int and isinstance(state, str)
+                    is_good = is_good and type(every) is int and every > 0
             elif "left_out" in entry:
                 is_good = type(entry["left_out"]) is int and entry["left_out"] > 0
                 header["left_out"] = [*header.get("left_out", []), entry["left_out"]]
@@ -269,21 +281,3 @@ def parse(content: bytes, path: str | os.PathLike[str]) -> tuple[dict[str, Any],
     if not header:
         raise ValueError(f"{path} is empty; give the file that fit(certificate=...) wrote")
     return header, lines
-
-
-def _is_good_run(run: Any) -> bool:
-    if run is None:
-        return True
-    step, state = run["start"]
-    return type(step) is int and isinstance(state, str) and type(run["every"]) is int and run["every"] > 0
-
-
-def _processor(device: Device) -> str:
-    """The make of the processor that computes."""
-    if device.platform != "cpu":
-        return device.device_kind
-    about = cpu_info()
-    features = set(about.get("flags", about.get("Features", "")).split())
-    vectors = next((name for name in _VECTORS if name in features), "")  # the widest
-    model = about.get("model name") or platform.processor()
-    return " ".join(filter(None, (platform.machine(), model, vectors)))

@@ -29,12 +29,15 @@ class Clock:
     @classmethod
     def resume(cls, run: Run, info: RunInfo, step: int) -> Clock:
         """The clock at a step of a run that goes on, or begins."""
+        # The number of a step says in which epoch it is, where all have as many steps. Where an epoch ends with the
+        # data, only the checkpoint knows how many are over.
         if run.steps is None:
             epochs_over = info.epochs_over or 0
             epoch_began = info.first if info.epoch_began is None else info.epoch_began
         else:
             epochs_over, steps_of_epoch = divmod(step - info.first, run.steps)
             epoch_began = step - steps_of_epoch
+        # A run that is over makes no step, and is returned as it is.
         is_over = info.stopped or (run.steps is None and run.epochs is not None and epochs_over >= run.epochs)
         last = step if is_over else max(step, info.first + run.num_steps)
         return cls(info.first, step, step, last, [*[info.first] * epochs_over, epoch_began])
@@ -80,5 +83,6 @@ class Clock:
     def go_back(self, step: int) -> None:
         """Forget the steps after this one."""
         self.step = step
+        # An epoch that ended after this step is under way again.
         while self.epoch_starts[-1] > step:
             self.epoch_starts.pop()

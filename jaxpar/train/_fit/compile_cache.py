@@ -55,7 +55,13 @@ def _own_directory() -> Path | None:
     # What is read from there runs as a program of this user.
     try:
         parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jaxpar")
-        chosen = parent / _processor()
+        # By the model and the features of this processor: a program for features that another one lacks would end the
+        # process there, and a home may be shared by several kinds of machines.
+        about = cpu_info()
+        features = [about.get(name, "") for name in ("model name", "flags", "Features")]
+        texts = [platform.machine(), platform.processor(), *features]
+        name = f"{platform.machine()}-{hashlib.sha256(' '.join(texts).encode()).hexdigest()[:12]}"
+        chosen = parent / name
         for folder in (parent, chosen):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return chosen if _is_safe(chosen) and os.access(chosen, os.W_OK) else None
@@ -89,15 +95,6 @@ def _is_own_group(number: int) -> bool:
     except KeyError:
         return False
     return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
-
-
-def _processor() -> str:
-    """A name for this kind of processor, of its model and its features."""
-    about = cpu_info()
-    features = [about.get(name, "") for name in ("model name", "flags", "Features")]
-    # A program for features that a processor lacks would end the process: a home may be shared by several kinds.
-    texts = [platform.machine(), platform.processor(), *features]
-    return f"{platform.machine()}-{hashlib.sha256(' '.join(texts).encode()).hexdigest()[:12]}"
 
 
 def cpu_info() -> dict[str, str]:

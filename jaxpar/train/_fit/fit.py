@@ -12,7 +12,7 @@ from ... import data, distributed
 from ..._core.arguments import no_such_arguments
 from ..._core.transfers import allows_transfers
 from ..._store.mxnet_names import TRAINING_ARGUMENTS
-from .._callbacks.callbacks import Callback, OnStep, WithMemory
+from .._callbacks.callback import CallbackFunction, OnStep, WithMemory
 from .._callbacks.history import History
 from .._step.state import IN_STORE, TrainState
 from .._step.train_step import TrainStep
@@ -68,7 +68,7 @@ def fit(
     certificate: str | os.PathLike[str] | None = None,
     certificate_every: int = 100,
     metrics_file: str | os.PathLike[str] | None = None,
-    callbacks: Callback | WithMemory | Sequence[Callback | WithMemory] = (),
+    callbacks: CallbackFunction | WithMemory | Sequence[CallbackFunction | WithMemory] = (),
     on_step: OnStep | None = None,
     profile: Profile | None = None,
     steps_per_execution: int | Literal["auto"] = "auto",
@@ -119,12 +119,12 @@ def fit(
         metrics_file: a file for the history as JSON lines, as from `to_jsonl`: all epochs of this run, after
             what other runs have written there.
         callbacks: a callback or several, called after each epoch and its evaluation: a function `callback(state,
-            record)`, or an object with `init(state) -> memory` and `on_epoch(memory, state, record) -> (memory, stop)`,
-            such as `EarlyStopping`. `memory` is a pytree of arrays, numbers and texts, which is saved with the
-            checkpoints. The training ends if a function returns True, or if `stop` is True. Do not keep the state: the
-            next step donates it. docs/seeing_a_run.md has the optional methods of the object.
+            record)`, or a `train.Callback`, such as `EarlyStopping`, whose memory is saved with the checkpoints. The
+            training ends if a function returns True, or if `stop` of `on_epoch` is True. Do not keep the state: the
+            next step donates it.
         on_step: `on_step(step, metrics)`, called for each step in order, with its metrics as floats. `step` counts from
-            1. Calls come up to sixteen steps late, so that the devices do not wait.
+            1. Calls come up to sixteen steps late, so that the devices do not wait. With several processes each calls
+            it, and the callbacks too; in an elastic run only process 0.
         profile: a directory for a trace by jax's profiler, of steps 11 to 15 of this call; or (directory, first_step,
             num_steps).
         steps_per_execution: the number of steps in one compiled program, see `TrainStep.many`. More than 1 needs a

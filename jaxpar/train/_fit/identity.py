@@ -29,6 +29,7 @@ def describe(run: Run, state: TrainState) -> dict[str, Any]:
     """
     leaves = jax.tree_util.tree_leaves_with_path((specs_of(state.store), state.model_state))
     shapes = [(jax.tree_util.keystr(path), tuple(x.shape), str(x.dtype)) for path, x in leaves]
+    # The number of devices is not in it: a run that goes on elsewhere is the same run.
     step, options = run.step, dict[str, Any]()
     if isinstance(step, TrainStep):  # else it is the user's own function
         of_device = step.device_step

@@ -86,7 +86,7 @@ def delayed() -> Generator[None]:
     # A KeyboardInterrupt in the midst of tracing may leave JAX tracing, and then no operation of the process computes.
     with Interrupts() as signals:
         yield
-    if signals.asked is not None:
+    if signals.asked is not None:  # by the handler that was there before, which is in its place again
         signal.raise_signal(signals.asked)
 
 

@@ -69,17 +69,18 @@ def train(run: Run, state: TrainState, open_steps: OpenSteps | None = None) -> t
                 if manager is not None:
                     training.made_by = {**certificate.header_of(run.step, state), **describe(run, state)}
                     training.made_by["steps_per_execution"] = run.per_program
-                has_name = manager is not None or any(hasattr(callback, "on_run") for callback in callbacks.each)
+                has_name = manager is not None or bool(callbacks.loggers)
                 if has_name:
                     training.identity = training.identity or identity(run, state)
-                    callbacks.call("on_run", training.identity, resumed)
-                callbacks.call("on_start", training.history)
+                    for logger in callbacks.loggers:
+                        logger.on_run(training.identity, resumed)
+                callbacks.on_start(training.history)
 
         signals = Interrupts()
         try:
             with signals, opened.pop_all() as at_end:
                 # They end in the reverse order: the steps, `on_end`, the certificate, the checkpoints, the signals.
-                at_end.callback(callbacks.call, "on_end", training.history)
+                at_end.callback(callbacks.on_end, training.history)
                 if run.keep_every is not None and not resumed:
                     training.save(is_due=True)  # the first state, from which any step can be computed again
                 if open_steps is None:
@@ -106,7 +107,17 @@ def train(run: Run, state: TrainState, open_steps: OpenSteps | None = None) -> t
                 place = f"after the last step, {clock.step}; the run is complete{saved_in}"
             return finish_interrupted(signals.asked, training.state, training.history, place, run.on_interrupt)
         except BaseException as error:
-            _attach_state(error, training)
+            # The caller's own state was donated to the first step, so the exception has the last one. Before that step
+            # the caller still has it, and a state whose memory a failed step took is of no use.
+            state = training.state
+            has_trained = training.clock.step > training.clock.began or isinstance(error, NonFiniteError)
+            if has_trained and not mesh.is_donated(state):
+                error.state, error.history = state, training.history  # pyright: ignore[reportAttributeAccessIssue]
+                if isinstance(error, Exception):  # whoever stops the program does not read on
+                    error.add_note(
+                        f"fit: the state and the history up to step {int(state.step)} are the attributes `state` and "
+                        "`history` of this exception; in a notebook: import sys; state = sys.last_value.state"
+                    )
             raise
 
 
@@ -222,9 +233,9 @@ def train_loop(training: Training, signals: Interrupts, steps_behind: int) -> No
             if record is not None:
                 # All processes wait in `written`, and perhaps in the callback. So an error in one is not raised in
                 # others.
-                callbacks.call("on_saved", record, training.written)
+                callbacks.on_saved(record, training.written)
 
-            if is_epoch_over:
+            if is_epoch_over:  # not before: the checkpoint of an epoch whose record is left out has its sums
                 training.epoch = Epoch()
             is_over = bool(stopped_by) or interrupted
 
@@ -390,7 +401,7 @@ class Training:
                 # The bar of one epoch shows the time left by itself.
                 to_come = clock.last - step if (clock.steps_of_run or 0) > (run.steps or 0) else None
                 self.progress.step(metrics, epoch.counted * run.batch_size / epoch.elapsed(), to_come)
-                if self.callback_state or callbacks.on_step is not None:
+                if callbacks.each or callbacks.on_step:
                     self.callback_state = callbacks.after_step(self.callback_state, step, metrics)
         # The devices have made these steps, so their hashes are there, or soon will be.
         if self.certificate is not None:
@@ -593,16 +604,3 @@ def _say_nothing_left(training: Training) -> None:
         news = f"complete at step {step}: 0 steps trained; raise {limits}, or resume=False for a new run"
     if jax.process_index() == 0:
         say_news(news)
-
-
-def _attach_state(error: BaseException, training: Training) -> None:
-    """Put the state and the history on an exception: the caller's own state was donated to the first step."""
-    state = training.state
-    has_trained = training.clock.step > training.clock.began or isinstance(error, NonFiniteError)
-    if has_trained and not mesh.is_donated(state):
-        error.state, error.history = state, training.history  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(error, Exception):  # whoever stops the program does not read on
-            error.add_note(
-                f"fit: the state and the history up to step {int(state.step)} are the attributes `state` and "
-                "`history` of this exception; in a notebook: import sys; state = sys.last_value.state"
-            )

@@ -165,7 +165,7 @@ class Progress:
             print(text, flush=True)
 
     def close(self) -> None:
-        self._compiled.set()
+        self._compiled.set()  # ends the thread of the clock, where no step was made
         if self.bar is not None:
             self.bar.total = self.bar.n  # a notebook keeps a bar that is not full, in red
             self.bar.close()
@@ -211,7 +211,7 @@ class Trace:
         if self._traced is None:
             return contextlib.nullcontext()
         if at == self._traced.start:
-            jax.block_until_ready(state)  # earlier steps are not in the trace
+            jax.block_until_ready(state)  # the devices may be steps behind, and those would be in the trace
             jax.profiler.start_trace(self._directory)
             self._is_tracing = True
         if at == self._traced.stop:

@@ -17,7 +17,8 @@ from ..._core import checks, files
 from ..._core.functions import check_takes
 from ..._devices import processes, user_mesh
 from ..._store.store import specs_of
-from .._callbacks.callbacks import Callback, Callbacks, OnStep, WithMemory
+from .._callbacks.callback import CallbackFunction, OnStep, WithMemory
+from .._callbacks.callbacks import Callbacks
 from .._callbacks.history import NO_METRICS
 from .._evaluate.evaluate import Evaluation, check_classes
 from .._step.loss import ClassificationLoss, check_loss_takes
@@ -53,7 +54,7 @@ class FitOptions:
     certificate: str | os.PathLike[str] | None = None
     certificate_every: int = 100
     metrics_file: str | os.PathLike[str] | None = None
-    callbacks: Callback | WithMemory | Sequence[Callback | WithMemory] = ()
+    callbacks: CallbackFunction | WithMemory | Sequence[CallbackFunction | WithMemory] = ()
     on_step: OnStep | None = None
     profile: Profile | None = None
     steps_per_execution: int | Literal["auto"] = "auto"

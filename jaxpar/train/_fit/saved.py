@@ -67,7 +67,8 @@ def has_good_info(path: Path, body: dict[str, Any]) -> bool:
     info: dict[str, Any] = body.get("info", {})
     if "first" not in info:  # the user saved it
         return True
-    # The three that every version wrote, and of the others those that are there.
+    # What another program or a person wrote would end in an odd error later, or in a run of other steps. Three must be
+    # there, which every version wrote, and of the others those are looked at that are there.
     names = {"first", "batch_size", "examples", *info}
     bad_names = [name for name, is_good in _IS_GOOD.items() if name in names and not is_good(info.get(name))]
     if "first" not in bad_names and info["first"] > body.get("step", 0):
@@ -77,11 +78,11 @@ def has_good_info(path: Path, body: dict[str, Any]) -> bool:
     return True
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, float) or _is_count(value)
 
 
@@ -123,7 +124,7 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
     saved = None
     if manager is not None and run.resume:
         with processes.raise_together():
-            run.callbacks.call("before_resume", manager.directory)
+            run.callbacks.before_resume(manager.directory)
         saved = manager._restore(lambda: template(state, run.step), has_good_info)
     if saved is None and run.resume is True:
         raise FileNotFoundError(f"fit: resume=True, but {run.checkpoint_dir} holds no checkpoint")
@@ -145,7 +146,19 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
         return state, new, False
     if manager is not None and jax.process_index() == 0:
         text.say_news(f"resumed from step {step} in {files.shown(manager.directory)}")
-        _say_other_rates(run, rates, saved_info.get("rates", {}), saved_state)
+        # The state keeps the rate of its checkpoint, whatever the call says now. Of the rates that the two calls were
+        # given, since a callback may have changed the one in the state meanwhile.
+        first_rates = saved_info.get("rates", {})
+        if first_rates and rates and first_rates != rates:
+            now, before, kept = (
+                ", ".join(f"{rate:g}" for rate in each.values())
+                for each in (rates, first_rates, updaters.learning_rates(saved_state))
+            )
+            text.say(
+                f"fit: the given state has the learning rate {now}, but the run in {run.checkpoint_dir} began with "
+                f"{before}. The resumed run keeps the rate of the checkpoint, {kept}. To change it, call "
+                "updaters.set_learning_rate on the state that checkpoint.restore returns; resume=False begins a new run"
+            )
     if "first" not in saved_info:  # the user saved it, so no epoch of that state is known
         return saved_state, dataclasses.replace(new, first=step if given_step is None else given_step), False
 
@@ -196,17 +209,3 @@ def template(state: TrainState, step: TrainStep) -> TrainState:
     with user_mesh.outside_mesh():
         state = mesh.zeros_if_donated(state)
     return step.complete(state) if hasattr(step, "complete") else state
-
-
-def _say_other_rates(run: Run, new: dict[str, float], saved: dict[str, float], state: TrainState) -> None:
-    """Say that a resumed run keeps the rate of its checkpoint, if `fit` is now given another rate than at first."""
-    # Compares the rates given to the two calls of `fit`, because a callback may have changed the rate since.
-    if saved and new and saved != new:
-        now, before, kept = (
-            ", ".join(f"{rate:g}" for rate in rates.values()) for rates in (new, saved, updaters.learning_rates(state))
-        )
-        text.say(
-            f"fit: the given state has the learning rate {now}, but the run in {run.checkpoint_dir} began with "
-            f"{before}. The resumed run keeps the rate of the checkpoint, {kept}. To change it, call "
-            "updaters.set_learning_rate on the state that checkpoint.restore returns; resume=False begins a new run"
-        )

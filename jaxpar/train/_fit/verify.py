@@ -150,8 +150,10 @@ def compute_again(
 
     # All lines from the beginning on are compared, also those before `first`: what differs there was wrong first.
     on_the_way = [step for step in lines if begin <= step <= steps[-1]]
-    found: list[Entry] = []
-    again = Certificate(math.gcd(*on_the_way), found.append)
+    recomputed: list[Entry] = []
+    # A step of a line is made with the hashes of its shards, so it must be known as due before it is made. The header
+    # of an earlier jaxpar does not say at which distance the lines are.
+    again = Certificate(math.gcd(*on_the_way), recomputed.append)
     compared: list[int] = []
     right = begin  # the last step that is known to be right, as far as the start is
     with contextlib.closing(own_steps(call, clock, state, left_out, again)) as made:
@@ -164,11 +166,11 @@ def compute_again(
             again.write(certified_step)
             if certified_step in steps:
                 compared.append(certified_step)
-            if found[-1]["state"] != lines[certified_step]["state"]:
+            if recomputed[-1]["state"] != lines[certified_step]["state"]:
                 # The store numbers its values, and people name them.
                 names = {f"store/values/{key}": f"params/{name}" for key, name in kv.names(state.store).items()}
                 again.names["leaves"] = [names.get(leaf, leaf) for leaf in again.names["leaves"]]
-                fault = fault_of(lines[certified_step], found[-1], right, again.names)
+                fault = fault_of(lines[certified_step], recomputed[-1], right, again.names)
                 if isinstance(step, TrainStep):
                     network = network_of(step, state, call.source, call.batch_size)
                     fault = dataclasses.replace(fault, _network=network)

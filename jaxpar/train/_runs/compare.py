@@ -181,14 +181,14 @@ def compare(a: SavedRun | TrainState, b: SavedRun | TrainState) -> Comparison:
         return Comparison(first_step, first_leaf, found, units, None, why)
     is_rounding = max(units.values(), default=0.0) <= _MOST_UNITS
     names = [name for name in ("jax", "processor", "devices", "engine", "kind") if {*a.made_by, *b.made_by} >= {name}]
-    others = [
+    differences = [
         f"{name}: {a.made_by.get(name)} and {b.made_by.get(name)}"
         for name in names
         if a.made_by.get(name) != b.made_by.get(name)
     ]
     why = f"one step from the same state, with the batch of step {number}"
     return Comparison(
-        first_step, first_leaf, found, units, is_rounding, why + (f" ({'; '.join(others)})" if others else "")
+        first_step, first_leaf, found, units, is_rounding, why + (f" ({'; '.join(differences)})" if differences else "")
     )
 
 
@@ -266,7 +266,7 @@ def _leaves(state: TrainState) -> dict[str, Any]:
     """The leaves of a state by name: params, then what goes with them."""
     store = state.store
     params = zip(kv.names(store).values(), jax.tree.leaves(kv.to_params(store)), strict=True)
-    others = {
+    beside_params = {
         "optimizer": (store.optimizer_state, store.updater_state),
         **{
             name: getattr(state, name)
@@ -275,28 +275,28 @@ def _leaves(state: TrainState) -> dict[str, Any]:
         "step": state.step,
     }
     named = {f"params/{name}": value for name, value in params}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(others):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(beside_params):
         named[jax.tree_util.keystr(path, simple=True, separator="/")] = leaf
     return named
 
 
 def _distances(a: TrainState, b: TrainState) -> dict[str, float]:
     """How far leaves are apart, of those whose bits differ, in the order of the leaves. Infinite where one has none."""
-    found: dict[str, float] = {}
+    distances: dict[str, float] = {}
     of_a, of_b = _leaves(a), _leaves(b)
     for name, x in of_a.items():
         y = of_b.get(name)
         if y is None:
-            found[name] = float("inf")
+            distances[name] = float("inf")
             continue
         x, y = (np.asarray(to_host(jax.random.key_data(z) if is_prng_key(z) else z)) for z in (x, y))
         if x.shape != y.shape:
             # Stores of different kinds keep the state of an optimizer in other shapes.
             if name.startswith("params/"):
-                found[name] = float("inf")
+                distances[name] = float("inf")
         elif x.dtype != y.dtype or x.tobytes() != y.tobytes():
-            found[name] = _distance(x, y)
-    return found | {name: float("inf") for name in of_b if name not in of_a}
+            distances[name] = _distance(x, y)
+    return distances | {name: float("inf") for name in of_b if name not in of_a}
 
 
 def _distance(x: np.ndarray, y: np.ndarray) -> float:

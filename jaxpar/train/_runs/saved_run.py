@@ -184,7 +184,7 @@ class SavedRun:
             if norm_step is not None and number not in self.left_out and "grad_norm" not in values:
                 with warnings.catch_warnings(action="ignore"):  # the run has warned
                     values["grad_norm"] = float(norm_step(kept, batch)[1]["grad_norm"])
-            values.setdefault("update_norm", _norm(changes))
+            values.setdefault("update_norm", float(jnp.sqrt(_sum_of_squares(changes))))
             rows.append({"step": number, **values})
         return rows
 
@@ -356,9 +356,9 @@ class SavedRun:
             share = (scale(most) - scale(loss)) / ((scale(most) - scale(least)) or 1)
             return f"{top + height * share:.1f}"
 
-        def mark(step: int, begin: int, end: int, look: str, words: str) -> str:
+        def mark(step: int, begin: int, end: int, look: str, title: str) -> str:
             place = f'x1="{x(step)}" x2="{x(step)}" y1="{begin}" y2="{end}"'
-            return f"<line {place} {look}><title>{html.escape(words)}</title></line>"
+            return f"<line {place} {look}><title>{html.escape(title)}</title></line>"
 
         bottom = top + height
         points = " ".join(f"{x(step)},{y(loss)}" for step, loss in losses)
@@ -366,7 +366,7 @@ class SavedRun:
             f'<circle cx="{x(step)}" cy="{y(loss)}" r="2"><title>step {step}: {loss:.4g}</title></circle>'
             for step, loss in losses
         ]
-        parts = [
+        shapes = [
             f'<polyline points="{points}" fill="none" stroke="#4878a8" stroke-width="1.5"/>',
             f'<g fill="#4878a8">{"".join(dots)}</g>',
             *(
@@ -376,7 +376,7 @@ class SavedRun:
             *(mark(n, top, bottom, 'stroke="#c44"', f"step {n} is left out") for n in sorted(self.left_out)),
         ]
         for path, step in self._branches().items():
-            parts.append(
+            shapes.append(
                 mark(
                     step,
                     top,
@@ -385,8 +385,8 @@ class SavedRun:
                     f"{path.name} leaves after step {step}",
                 )
             )
-            parts.append(f'<text x="{x(step)}" y="{top + 10}" fill="#2a2">{html.escape(path.name)}</text>')
-        words = (
+            shapes.append(f'<text x="{x(step)}" y="{top + 10}" fill="#2a2">{html.escape(path.name)}</text>')
+        title = (
             f"loss {most:.4g} to {least:.4g}{', by its logarithm' * (scale is math.log)}, steps 0 to {last}; marks "
             "below: checkpoints"
             if losses
@@ -394,7 +394,8 @@ class SavedRun:
         )
         return (
             f'<svg viewBox="0 0 {width + 2 * left} {bottom + 22}" width="{width + 2 * left}" font-size="11" '
-            f'font-family="sans-serif"><text x="{left}" y="12" fill="currentColor">{words}</text>{"".join(parts)}</svg>'
+            f'font-family="sans-serif"><text x="{left}" y="12" fill="currentColor">{title}</text>'
+            f"{''.join(shapes)}</svg>"
         )
 
     def _lines(self) -> list[str]:
@@ -417,24 +418,24 @@ class SavedRun:
             lines.append(f"computed states: to rounding ({why})" if why else "computed states: the bits of the run")
         return lines
 
-    def _nearest(self, where: str, step: int) -> SavedState:
+    def _nearest(self, caller: str, step: int) -> SavedState:
         earlier = [saved for saved in self._saved if saved.step <= step]
         if not earlier:
             raise ValueError(
-                f"{where}: {files.shown(self.directory)} has no checkpoint at or before step {step}; its first one is "
+                f"{caller}: {files.shown(self.directory)} has no checkpoint at or before step {step}; its first one is "
                 f"of step {self._saved[0].step}. A run with fit(keep_every=...) keeps that of its first state"
             )
         return earlier[-1]
 
-    def _restored(self, where: str, step: int) -> tuple[TrainState, SavedState]:
+    def _restored(self, caller: str, step: int) -> tuple[TrainState, SavedState]:
         """The state of the last good checkpoint at or before a step."""
         if self._like is None:
             raise ValueError(
-                f"{where}: what the run was made with is not in its checkpoints; give train.open(directory, step, "
+                f"{caller}: what the run was made with is not in its checkpoints; give train.open(directory, step, "
                 "data), with the step that train.start made, or with state= beside one of make_train_step"
             )
         # One that is damaged costs the steps from the one before it.
-        nearest, damage = self._nearest(where, step), ""
+        nearest, damage = self._nearest(caller, step), ""
         for saved in reversed(self._saved[: self._saved.index(nearest) + 1]):
             try:
                 return checkpoint.restore(saved.path, self._like), saved
@@ -442,26 +443,26 @@ class SavedRun:
                 damage = damage or str(error)
         raise checkpoint.CheckpointError(damage)
 
-    def _needed(self, where: str) -> tuple[TrainStep, data_room.Source]:
+    def _needed(self, caller: str) -> tuple[TrainStep, data_room.Source]:
         if self.step is None or self.data is None:
-            raise ValueError(f"{where}: the step and the data are needed; give train.open(directory, step, data)")
+            raise ValueError(f"{caller}: the step and the data are needed; give train.open(directory, step, data)")
         return self.step, data_room.as_source(self.data)
 
-    def _go_to(self, where: str, source: data_room.Source, saved: SavedState) -> None:
+    def _go_to(self, caller: str, source: data_room.Source, saved: SavedState) -> None:
         """Set the data to where they were after a checkpoint. `ValueError` for what cannot go back."""
         if saved.info.place is None and getattr(source, "is_read_once", False):
             raise ValueError(
-                f"{where}: the data can be read only once, and nothing says where they were after step {saved.step}; "
+                f"{caller}: the data can be read only once, and nothing says where they were after step {saved.step}; "
                 "give fit an iterator with get_state and set_state, a list, or a function of the epoch"
             )
         data_room._go_to(source, saved.info.place)
 
     def _batches(
-        self, where: str, state: TrainState, saved: SavedState, start: int, placed: bool = True
+        self, caller: str, state: TrainState, saved: SavedState, start: int, placed: bool = True
     ) -> Iterator[PyTree]:
         """The batches of the steps after `start`, which is not before the checkpoint, on the step's devices or one."""
-        step, source = self._needed(where)
-        self._go_to(where, source, saved)
+        step, source = self._needed(caller)
+        self._go_to(caller, source, saved)
         # An iterator knows its place where a checkpoint was saved. All other data are asked for a batch by its number.
         first = start if saved.info.place is None else saved.step
         sharding = step.batch_sharding(state) if isinstance(step, TrainStep) else None
@@ -489,16 +490,16 @@ class SavedRun:
         return Run(state, step, self.data, options)
 
     def _compute(
-        self, where: str, state: TrainState, saved: SavedState, last: int, source: data_room.Source | None = None
+        self, caller: str, state: TrainState, saved: SavedState, last: int, source: data_room.Source | None = None
     ) -> Generator[tuple[Clock, TrainState, Metrics, range | None]]:
         """The steps after a checkpoint up to step `last`, as `fit` makes them: the clock, the state, its metrics."""
         if saved.step == last:
             return
-        step, _ = self._needed(where)
+        step, _ = self._needed(caller)
         call = self._call(state, step, last)
         if source is not None:
             call.source = source
-        self._go_to(where, call.source, saved)
+        self._go_to(caller, call.source, saved)
         clock = Clock.resume(call, saved.info, saved.step)
         clock.last = last
         is_certified = bool(self._certificate) and not self.not_exact
@@ -509,7 +510,7 @@ class SavedRun:
                     computed, certified = str(checkpoint._StateHash(state)), self._certificate[clock.step]
                     if computed != certified:
                         raise ValueError(
-                            f"{where}: the state after step {clock.step} has the hash {computed}, and the certificate "
+                            f"{caller}: the state after step {clock.step} has the hash {computed}, and the certificate "
                             f"of the run says {certified}; the data or the program give other numbers than then. "
                             "train.compare says where two runs part"
                         )
@@ -566,15 +567,20 @@ def open(
             history = checkpoint._Records(path).read(place)
 
     left_out = frozenset(newest.left_out or [])
-    like = state
+    any_state = state
     if step is not None:
         if isinstance(step, TrainStep):
             step = step.without(left_out)
-            if like is None and step.like is not None:
-                like = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), step.like)
-        if like is not None:
-            check_is_state(like, "train.open")
-            like = template(like, step)
+            if any_state is None and step.like is not None:
+                any_state = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), step.like)
+        if any_state is not None:
+            check_is_state(any_state, "train.open")
+            any_state = template(any_state, step)
+    # The certificate may be gone, or was moved with the directory of its run.
+    certificate_path = newest.certificate
+    places = [] if certificate_path is None else [Path(certificate_path), path / Path(certificate_path).name]
+    lines = next((certificate.read(place)[1] for place in places if place.is_file()), {})
+
     run = SavedRun(
         directory=path,
         history=History(history),
@@ -584,12 +590,12 @@ def open(
         step=step,
         data=data,
         _saved=tuple(by_step[number] for number in sorted(by_step)),
-        _like=like,
-        _certificate=_lines_of(newest.certificate, path),
+        _like=any_state,
+        _certificate={number: entry["state"] for number, entry in lines.items()},
     )
-    if newest.made_by and step is not None and data is not None and like is not None:
-        call = run._call(like, step, 1)
-        now = describe(call, like)
+    if newest.made_by and step is not None and data is not None and any_state is not None:
+        call = run._call(any_state, step, 1)
+        now = describe(call, any_state)
         # The seed is in the state. Hashes of functions are of Python's code, which differs between its versions.
         names = ["model", "data", "optimizer", "loss", "step"]
         if now["python"] != newest.made_by.get("python"):
@@ -601,23 +607,16 @@ def open(
     return run
 
 
-def _lines_of(path: str | None, directory: Path) -> Mapping[int, str]:
-    """The hashes of a certificate that is still there, or that was moved within the directory of its run."""
-    places = [] if path is None else [Path(path), directory / Path(path).name]
-    place = next((place for place in places if place.is_file()), None)
-    return {} if place is None else {step: entry["state"] for step, entry in certificate.read(place)[1].items()}
-
-
 Gradients = Callable[[TrainState, PyTree], dict[str, jax.Array]]
 
 
 def with_options(step: TrainStep, **options: Any) -> TrainStep:
     """The same step with other options of what each device does, which leaves no step out."""
-    whole = step.global_step
+    global_step = step.global_step
     return dataclasses.replace(
         step.without(()),
         device_step=dataclasses.replace(step.device_step, **options),
-        global_step=None if whole is None else dataclasses.replace(whole, **options),
+        global_step=None if global_step is None else dataclasses.replace(global_step, **options),
     )
 
 
@@ -649,20 +648,15 @@ def gradients_of(step: TrainStep, state: TrainState) -> Gradients | None:
 def _trained(state: TrainState) -> dict[str, jax.Array]:
     """The trained params of a state by name."""
     store, names = state.store, kv.names(state.store)
-    whole = dict(zip(store.values, jax.tree.leaves(kv.to_params(store)), strict=True))
-    return {names[key]: whole[key] for key in trained_keys(store)}
+    params = dict(zip(store.values, jax.tree.leaves(kv.to_params(store)), strict=True))
+    return {names[key]: params[key] for key in trained_keys(store)}
 
 
 @jax.jit
 def _sum_of_squares(tree: PyTree) -> jax.Array:
-    return sum(
-        (
-            jnp.sum(jnp.square(jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32)))))
-            for x in jax.tree.leaves(tree)
-        ),
-        jnp.float32(0),
-    )
-
-
-def _norm(tree: PyTree) -> float:
-    return float(jnp.sqrt(_sum_of_squares(tree)))
+    """The sum over all leaves, in float32 or wider: the squares of float16 overflow at 256."""
+    total = jnp.float32(0)
+    for x in jax.tree.leaves(tree):
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        total = total + jnp.sum(jnp.square(jnp.abs(wide)))
+    return total
