@@ -72,8 +72,8 @@ def evaluate(
         weight), both with one row for each example or both scalars, it is the sum of the sums divided by the sum of the
         weights. A `Mean` is a pair with a final function, or with columns. `train.accuracy` and the other metrics of
         `jp.train` return such values. An object with `merge(other)` and `compute()`, such as a metric of metrax or clu,
-        is merged over the batches. `eval_fn` may also return such an object in place of the dict. The values of a dict in
-        the dict are scores "name/inner". A `train.Image` or a `train.Text` is shown by the loggers of `fit`.
+        is merged over the batches. `eval_fn` may also return such an object in place of the dict. A dict in the dict
+        has scores "name/inner". A `train.Image` or a `train.Text` is shown by the loggers of `fit`.
 
     Returns:
         {name: float}, or a NumPy array for values with columns. For classifiers `{"loss", "accuracy"}`: the mean
