@@ -240,8 +240,8 @@ def by_name(metrics: Mapping[str, Any], is_leaf: Callable[[Any], bool] = is_pair
 
     `ValueError` where two have the same name.
     """
-    if jax.tree_util.all_leaves(metrics.values(), is_leaf):
-        return dict(metrics)
+    if all(is_leaf(value) or jax.tree_util.all_leaves((value,)) for value in metrics.values()):
+        return dict(metrics)  # in its order, and a dict may have names that do not compare
     named: dict[str, Any] = {}
     for path, value in jax.tree_util.tree_leaves_with_path(dict(metrics), is_leaf=is_leaf):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
