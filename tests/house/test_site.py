@@ -21,15 +21,21 @@ PAGES = re.findall(r"(\S+)\.md\b", (lab.ROOT / "mkdocs.yml").read_text().partiti
 PHONE, DESKTOP = 390, 1280
 BOX = 24  # pixels; no letter and no line is as large
 
-# What is cut at the right edge of the screen, and no box around it scrolls. A table of two columns should not scroll.
+# What is cut at the right edge of the screen, and no box around it scrolls. A table of two columns should not scroll,
+# nor one of three of which two have code: there the last column says what to do. Printed columns are not folded.
 WIDE = """
 () => [
   ...[...document.querySelectorAll('.md-content *')]
     .filter(e => e.getBoundingClientRect().right > innerWidth + 1 && !scrolls(e))
     .map(e => e.tagName + ' ' + e.innerText?.slice(0, 60)),
   ...[...document.querySelectorAll('.md-typeset__scrollwrap')]
-    .filter(e => e.scrollWidth > e.clientWidth + 1 && !e.querySelector('tr > :nth-child(3)'))
+    .filter(e => e.scrollWidth > e.clientWidth + 1 && !e.querySelector('tr > :nth-child(4), th code') && (
+      !e.querySelector('tr > :nth-child(3)') || [2, 3].every(i => e.querySelector(`td:nth-child(${i}) code`))))
     .map(e => 'TABLE ' + e.innerText.slice(0, 60)),
+  ...[...document.querySelectorAll('.md-content .language-text code')]
+    .filter(e => (e.textContent.match(/^.*\\S {3,}\\S+( \\S+)* {3,}\\S/gm) || []).length >= 3)
+    .filter(e => e.clientHeight > (e.textContent.split('\\n').length + 2) * parseFloat(getComputedStyle(e).lineHeight))
+    .map(e => 'FOLDED ' + e.textContent.slice(0, 60)),
 ]
 """
 SCROLLS = """

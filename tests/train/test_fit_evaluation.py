@@ -120,6 +120,42 @@ def test_without_an_eval_fn_the_loss_is_the_score():
     assert not want.keys() ^ {name for name in history[-1] if name.startswith("eval_") and name != "eval_seconds"}
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"engine": "jit"}, marks=pytest.mark.slow),
+        pytest.param({"engine": "pmap", "accumulate": 2}, marks=pytest.mark.slow),
+        pytest.param({"virtual_shards": 4}, marks=pytest.mark.slow),
+        pytest.param({"local_steps": 2}, marks=pytest.mark.slow),
+    ],
+    ids=repr,
+)
+def test_metrics_in_a_dict_or_a_list_have_names_with_a_slash(options):
+    """Of the steps, of the loss as a score, and of an eval_fn, as TensorBoard and the norms of a record have them."""
+
+    def loss_fn(params, batch):
+        error = predictions(params, batch) - batch["y"]
+        weight = jnp.ones_like(error)
+        return (error**2).mean(), {"of": {"mae": abs(error).mean(), "pair": (error**2, weight)}, "list": [error.mean()]}
+
+    def eval_fn(params, batch):
+        error = predictions(params, batch) - batch["y"]
+        return {"of": {"mae": abs(error), "deep": {"pair": (error**2, jnp.ones_like(error))}}, "mse": error**2}
+
+    seen = []
+    step = train.make_train_step(loss_fn, **options)
+    state, history = fit(step=step, epochs=1, eval_data=EVAL, on_step=lambda step, metrics: seen.append(metrics))
+    record, error = history[-1], np.asarray(predictions(jax.device_get(state.params), EVAL)) - EVAL["y"]
+    assert {"of/mae", "of/pair", "list/0", "loss"} == seen[0].keys() <= record.keys()
+    assert record["of/pair"] == pytest.approx(record["loss"], rel=1e-5)
+    for name, want in {"of/mae": abs(error).mean(), "of/pair": (error**2).mean(), "list/0": error.mean()}.items():
+        assert record[f"eval_{name}"] == pytest.approx(want, rel=1e-4)
+    scores = train.evaluate(state, data=EVAL, eval_fn=eval_fn, batch_size=16)
+    want = {"of/mae": abs(error).mean(), "of/deep/pair": (error**2).mean(), "mse": (error**2).mean()}
+    assert scores == {name: pytest.approx(value, rel=1e-4) for name, value in want.items()}
+
+
 def test_a_loss_of_a_whole_module_is_the_score_in_evaluation_mode():
     """No dropout, and a collective of the loss sees the whole batch."""
 
@@ -156,6 +192,18 @@ def logits(params, images):
     [
         ({"eval_fn": values(jnp.mean)}, ValueError, r"'mse' has shape \(\) for 16 examples; a mean over the batch"),
         ({"eval_fn": lambda p, b: {"mse": b["z"]}}, KeyError, "z"),
+        ({"eval_fn": values(lambda e: [e, e, e])}, ValueError, "'mse' is a list of 3; return the values of the ex"),
+        ({"eval_fn": lambda p, b: {"a/b": b["y"], "a": {"b": b["y"]}}}, ValueError, "two metrics have the name 'a/b'"),
+        (
+            {"step": lambda p, b: (predictions(p, b).mean(), {"a/b": 1.0, "a": {"b": 2.0}})},
+            ValueError,
+            "two metrics have the name 'a/b'",
+        ),
+        (
+            {"step": lambda p, b: (predictions(p, b).mean(), {"eval_a": {"b": 1.0}})},
+            ValueError,
+            "aux of loss_fn has eval_a/b, which fit records itself",
+        ),
         ({"eval_fn": lambda p: {}}, TypeError, r"fit: eval_fn must be a function of \(params, batch\), got <lambda>"),
         ({"eval_fn": None}, ValueError, "takes both eval_data and eval_fn, .* test_data and app.*this one takes more"),
         ({"eval_fn": None, "step": lambda p, b, *, step: step * 0.0}, ValueError, "this one takes more"),

@@ -442,6 +442,18 @@ def test_a_module_is_trained_in_its_mode():
         train.start(eqx.nn.inference_mode(eqx.nn.make_with_state(EqxNet)(jax.random.key(0))[0]), TX, eqx_loss)
 
 
+def test_attention_without_dropout_has_no_mode():
+    """A model comes out of a state in evaluation mode. Nothing is said where the modes do not differ."""
+    attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+    attention.eval()
+    train.start(attention, TX, cross_entropy)  # a warning is an error here
+    train.start(eqx.nn.inference_mode(eqx.nn.MultiheadAttention(2, 8, key=jax.random.key(0))), TX, eqx_loss)
+    dropping = nnx.MultiHeadAttention(2, 8, decode=False, dropout_rate=0.1, rngs=nnx.Rngs(0))
+    dropping.eval()
+    with pytest.warns(UserWarning, match="evaluation mode"):
+        train.start(dropping, TX, cross_entropy)
+
+
 class Growing(nnx.Module):
     def __init__(self, rngs):
         self.out = nnx.Linear(8, 3, rngs=rngs)

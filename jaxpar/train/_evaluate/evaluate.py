@@ -19,7 +19,7 @@ from ..._core.transfers import allows_transfers
 from ..._devices import mesh, user_mesh
 from ...data import _READ_ONCE, Dataset, IterableSource
 from .._callbacks.media import Media
-from .._step.loss import LossFn, Mean, call_loss, takes_batch_alone
+from .._step.loss import LossFn, Mean, by_name, call_loss, takes_batch_alone
 from .._step.modules import joined
 from .._step.state import TrainState
 from .every_example import EvalProgram, model_of
@@ -72,8 +72,8 @@ def evaluate(
         weight), both with one row for each example or both scalars, it is the sum of the sums divided by the sum of the
         weights. A `Mean` is a pair with a final function, or with columns. `train.accuracy` and the other metrics of
         `jp.train` return such values. An object with `merge(other)` and `compute()`, such as a metric of metrax or clu,
-        is merged over the batches. `eval_fn` may also return such an object in place of the dict. A `train.Image` or a
-        `train.Text` is shown by the loggers of `fit`.
+        is merged over the batches. `eval_fn` may also return such an object in place of the dict. A dict in the dict
+        has scores "name/inner". A `train.Image` or a `train.Text` is shown by the loggers of `fit`.
 
     Returns:
         {name: float}, or a NumPy array for values with columns. For classifiers `{"loss", "accuracy"}`: the mean
@@ -280,7 +280,7 @@ class LossScores:
         metrics, _ = call_loss(self.loss_fn, params, batch, jax.random.key(0), (), jnp.int32(0))
         n = jax.tree.leaves(batch)[0].shape[0]
         scores: dict[str, Mean] = {}
-        for name, value in metrics.items():
+        for name, value in by_name(metrics).items():
             if np.ndim(value) and not isinstance(value, Mean):
                 raise ValueError(
                     f"fit: {name!r} in aux of loss_fn has shape {np.shape(value)}; without eval_fn= it must be a "

@@ -16,7 +16,7 @@ from jax import lax
 
 from ..._core import checks
 from ..._core.arrays import PyTree
-from .._step.loss import Mean, widen
+from .._step.loss import Mean, by_name, widen
 
 
 def accuracy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None) -> jax.Array | Mean:
@@ -207,7 +207,8 @@ def as_values(returned: PyTree, n: int) -> dict[str, Any]:
         return {"": returned}
     if not isinstance(returned, Mapping):
         raise TypeError(f"eval_fn must return a dict {{name: values}}, got {checks.describe(returned)}")
-    return {name: _as_value(value, n, f"eval_fn: {name!r}") for name, value in returned.items()}
+    values = by_name(returned, is_leaf=lambda x: _is_metric(x) or not isinstance(x, Mapping))
+    return {name: _as_value(value, n, f"eval_fn: {name!r}") for name, value in values.items()}
 
 
 def sum_up(value: PyTree) -> PyTree:
@@ -226,7 +227,9 @@ def _as_value(value: PyTree, n: int, caller: str) -> PyTree:
     if _is_metric(value):
         return value
     if isinstance(value, (tuple, list)):
-        total, weight = value  # two: a third would be taken as the final function of a `Mean`
+        if len(value) != 2:  # a third would be taken as the final function of a `Mean`
+            raise ValuesError(f"{caller} is a {type(value).__name__} of {len(value)}; {_WANTED}")
+        total, weight = value
         value = Mean(total, weight)
 
     # One value for each example.

@@ -23,6 +23,7 @@ from ..._core import checks, files, process
 from ..._core.text import in_notebook
 from ..._devices.mesh import is_donated
 from .._callbacks.history import number_text
+from .._step.loss import by_name
 from .._step.state import TrainState
 
 BEHIND = 8  # steps whose metrics are not read yet, so that the host need not wait
@@ -66,6 +67,7 @@ class Epoch:
         """The metrics of all steps except the last few, program by program. Waits for these steps."""
         while self.num_unread > behind:
             metrics, rows = self.unread.popleft()
+            metrics = by_name(metrics)
             ndim = 0 if rows is None else 1  # of a metric that is a number in each step
             arrays = {k: np.shape(v)[ndim:] for k, v in metrics.items() if np.ndim(v) != ndim}
             if arrays:

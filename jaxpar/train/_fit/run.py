@@ -21,7 +21,7 @@ from .._callbacks.callback import CallbackFunction, OnStep, WithMemory
 from .._callbacks.callbacks import Callbacks
 from .._callbacks.history import NO_METRICS
 from .._evaluate.evaluate import Evaluation, check_classes
-from .._step.loss import ClassificationLoss, check_loss_takes
+from .._step.loss import ClassificationLoss, by_name, check_loss_takes
 from .._step.modules import ModuleLoss
 from .._step.state import TrainState, carries, check_is_state
 from .._step.train_step import TrainStep
@@ -197,7 +197,7 @@ class Run:
                 check_loss_takes(self.step.loss_fn, carries(state.model_state))
             else:
                 *_, programs = self.step.parts(state, shapes)
-                metrics = list(programs[-1].traced.out_info[1])
+                metrics = list(by_name(programs[-1].traced.out_info[1]))
         scores = self.evaluation.check(state)
         prefix = "eval_" if "eval_" in self.evaluation.parts else ()
         if taken := sorted([name for name in metrics if name in _TAKEN or name.startswith(prefix)]):

@@ -38,6 +38,7 @@ from .._fit.progress import Epoch, Metrics
 from .._fit.run import FitOptions, Run, shuffle_key
 from .._fit.saved import RunInfo, has_good_info, template
 from .._fit.steps import own_steps
+from .._step.loss import by_name
 from .._step.state import TrainState, carries, check_is_state, leaf_shardings, shapes_on
 from .._step.train_step import TrainStep
 
@@ -180,7 +181,7 @@ class SavedRun:
             before, kept = _trained(state), mesh.own_copies(state)  # copies, since a step takes the arrays of the state
             state, metrics = step(state, batch)
             changes = jax.tree.map(lambda new, old: new - old, _trained(state), before)
-            values = {name: float(value) for name, value in metrics.items() if not np.ndim(value)}
+            values = {name: float(value) for name, value in by_name(metrics).items() if not np.ndim(value)}
             if norm_step is not None and number not in self.left_out and "grad_norm" not in values:
                 with warnings.catch_warnings(action="ignore"):  # the run has warned
                     values["grad_norm"] = float(norm_step(kept, batch)[1]["grad_norm"])

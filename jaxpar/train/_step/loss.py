@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -233,6 +233,22 @@ def shard_mean(pair: Any, name: str) -> Mean:
 
 def is_number(value: object) -> bool:
     return hasattr(value, "dtype") or isinstance(value, (bool, int, float, complex))
+
+
+def by_name(metrics: Mapping[str, Any], is_leaf: Callable[[Any], bool] = is_pair) -> dict[str, Any]:
+    """Metrics with one name each: those of a dict or a list in the dict are "parts/mae", as loggers write them.
+
+    `ValueError` where two have the same name.
+    """
+    if all(is_leaf(value) or jax.tree_util.all_leaves((value,)) for value in metrics.values()):
+        return dict(metrics)  # in its order, and a dict may have names that do not compare
+    named: dict[str, Any] = {}
+    for path, value in jax.tree_util.tree_leaves_with_path(dict(metrics), is_leaf=is_leaf):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name in named:
+            raise ValueError(f"two metrics have the name {name!r}: one of them is in a dict or a list; rename one")
+        named[name] = value
+    return named
 
 
 def over_microbatches(metrics: ShardMetrics, count: int) -> ShardMetrics:

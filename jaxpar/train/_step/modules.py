@@ -125,9 +125,9 @@ class OfNnx:
                 raise ValueError(f"train.start: the model has a random key in {name!r}; make it a stream, as nnx.Rngs")
         frozen = None if wrt is None else _frozen(params, nnx().state(model, wrt), wrt)
         leaves, structure = jax.tree.flatten(streams)
-        flags = [getattr(layer, name, None) for layer in cls._layers(model) for name in _MODES_OF_NNX]
+        layers = cls._layers(model)
         module = cls(graph, tuple(map(Constant.of, leaves)), structure, wrt, axes)
-        return Parts(module, params, _or_none(model_state), frozen, _are_all_on(flags))
+        return Parts(module, params, _or_none(model_state), frozen, _are_in_evaluation(layers, _MODES_OF_NNX))
 
     @staticmethod
     def _filters(wrt: Any) -> tuple[Any, ...]:
@@ -230,10 +230,12 @@ class OfEquinox:
         # hash, which an array does not: a random key is kept as a `Constant`.
         params, static = equinox().partition(model, _is_param)
         frozen = None if wrt is None else _frozen(params, equinox().filter(model, wrt), wrt)
-        flags = [layer.inference for layer in _with(model, lambda x: isinstance(getattr(x, "inference", None), bool))]
+        layers = _with(model, lambda x: isinstance(getattr(x, "inference", None), bool))
         leaves, structure = jax.tree.flatten(static)
         leaves = [Constant.of(x) if is_prng_key(x) else x for x in leaves]
-        return Parts(cls(tuple(leaves), structure, axes), params, (), frozen, _are_all_on(flags))
+        return Parts(
+            cls(tuple(leaves), structure, axes), params, (), frozen, _are_in_evaluation(layers, ("inference",))
+        )
 
     def _join(self, params: PyTree) -> Any:
         static = self.structure.unflatten([x.array() if isinstance(x, Constant) else x for x in self.leaves])
@@ -325,10 +327,19 @@ def _frozen(params: PyTree, trained: PyTree, wrt: Any) -> PyTree:
     return jax.tree_util.tree_map_with_path(lambda path, _: path not in paths, params)
 
 
-def _are_all_on(flags: list[Any]) -> bool:
-    """Whether there are flags, and all of them are on. Some modes are None until they are set."""
-    flags = [flag for flag in flags if isinstance(flag, bool)]
-    return bool(flags) and all(flags)
+def _are_in_evaluation(layers: list[Any], modes: tuple[str, ...]) -> bool:
+    """Whether all layers with a mode are in evaluation mode, and one of them is another one in training."""
+    # Some modes are None until they are set.
+    flags = [(layer, getattr(layer, mode, None)) for layer in layers for mode in modes]
+    flags = [(layer, flag) for layer, flag in flags if isinstance(flag, bool)]
+    return all(flag for _, flag in flags) and any(not _drops_nothing(layer) for layer, _ in flags)
+
+
+def _drops_nothing(layer: Any) -> bool:
+    """Whether it is a dropout of rate 0, which is the same in both modes."""
+    # Dropout of Flax has a `rate`, its attention a `dropout_rate`, and dropout of Equinox a `p`.
+    rates = [getattr(layer, name, None) for name in ("rate", "dropout_rate", "p")]
+    return any(isinstance(rate, (int, float)) and rate == 0 for rate in rates)
 
 
 def _with(model: Any, is_such: Callable[[Any], bool]) -> list[Any]:

@@ -457,7 +457,8 @@ def make_train_step(
             between the devices, see docs/training.md. Other leaves must be equal. For a weighted mean, such as over
             unmasked tokens, `loss` is a pair `(sum, weight)`, two scalars or two arrays of one shape. Then the loss is
             the sum of all sums divided by the sum of all weights. Values of `aux` may be such pairs. Its other arrays
-            are averaged over the devices, entry by entry. A parameter `step` gets the number of the step by keyword.
+            are averaged over the devices, entry by entry. `fit` calls those in a dict or list "name/inner". A
+            parameter `step` gets the number of the step by keyword.
         engine: `pmap`, `shard_map` or `jit`: how the step runs on all devices. All engines compute the same, see
             docs/engines.md. `jit` compiles the whole step for all devices, partitioned by the shardings of the params:
             use it for params that do not fit one device. "auto" takes `jit` if `mesh` is given or the values of the
