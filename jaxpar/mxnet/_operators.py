@@ -377,11 +377,12 @@ def _amp_cast(data: jax.Array, *, dtype: str) -> jax.Array:
     return data.astype(jax.dtypes.canonicalize_dtype(dtype)) if is_floating else data
 
 
-def _amp_multicast(*data: jax.Array, num_outputs: int, cast_narrow: bool = False) -> tuple[jax.Array, ...]:
+def _amp_multicast(*data: jax.Array, num_outputs: int, cast_narrow: bool = False) -> Any:
     """All in the widest dtype of the arrays, or in the narrowest one."""
     choose = min if cast_narrow else max
     dtype = choose((x.dtype for x in data), key=lambda dtype: jnp.finfo(dtype).bits)
-    return tuple(x.astype(dtype) for x in data)
+    outputs = tuple(x.astype(dtype) for x in data)
+    return outputs if len(outputs) > 1 else outputs[0]
 
 
 def _index_copy(old_tensor: jax.Array, index_vector: jax.Array, new_tensor: jax.Array) -> jax.Array:

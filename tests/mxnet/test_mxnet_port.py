@@ -121,6 +121,19 @@ def test_the_tables_of_layers_in_the_guide(name, size, wrong, tmp_path):
 # Symbols of one's own
 
 
+SEVERAL = {"SliceChannel": {"axis": 0, "squeeze_axis": True}, "_split_v2": {"indices": (), "axis": 0, "sections": 1}}
+
+
+@pytest.mark.parametrize(("op", "attrs"), [*SEVERAL.items(), ("amp_multicast", {})])
+def test_one_output_of_operators_that_have_several_is_an_array(op, attrs, tmp_path):
+    """gluoncv's detectors split a batch of one image."""
+    count = {} if op == "_split_v2" else {"num_outputs": 1}
+    nodes = [node("null", "data"), node(op, "one", 0, **attrs, **count), node("softmax", "after", 1)]
+    path, data = symbol_of(tmp_path, *nodes), np.arange(3, dtype=np.float32)[None]
+    assert mxnet.operator(op)(data, **attrs, **count).shape == (data[0] if "squeeze_axis" in attrs else data).shape
+    check(path, mxnet.port(path), {}, {}, {"data": data}, jit=lambda fn: fn)
+
+
 def mlp(names=("fc1", "fc2", "fc3", "out"), data="data"):
     """Dense layers with ReLU and dropout, and a softmax at the end."""
     nodes = [node("null", data)]
