@@ -642,9 +642,11 @@ _NAMED: dict[str, Operator] = {
     "im2col": Operator(images.im2col),
     "col2im": Operator(images.col2im),
     "_contrib_DeformableConvolution": Operator(images.deformable_convolution, _deformable_shapes),
+    "_contrib_ModulatedDeformableConvolution": Operator(images.modulated_deformable_convolution, _deformable_shapes),
     "_image_to_tensor": Operator(images.to_tensor),
     "_image_normalize": Operator(images.image_normalize),
     "_image_flip_left_right": _row(lambda data: jnp.flip(data, -2)),
+    "_image_flip_top_bottom": _row(lambda data: jnp.flip(data, -3)),
     "_image_crop": _row(
         lambda data, *, x, y, width, height: data[..., y : y + height, x : x + width, :],
         **dict.fromkeys(("x", "y", "width", "height"), "int"),
@@ -662,6 +664,7 @@ _NAMED: dict[str, Operator] = {
     ),
     "_contrib_ROIAlign": Operator(boxes.roi_align),
     "ROIPooling": Operator(boxes.roi_pooling),
+    "_contrib_PSROIPooling": Operator(boxes.psroi_pooling),
     **{
         f"_linalg_{name} linalg_{name}": Operator(function, outputs=lambda attrs, count=count: count)
         for name, function, count in (

@@ -72,4 +72,6 @@ def test_networks_of_the_examples(name, tmp_path):
             # MXNet's rate is 0.05 in float32.
             gap = 1e-7 * moved if double else 5e-4 * moved + 1e-6 * size
             np.testing.assert_allclose(np.sum(array, dtype=float), total, rtol=0, atol=gap, err_msg=n)
-            np.testing.assert_allclose(np.abs(np.float64(array)).sum(), size, rtol=gap / size if double else 2e-6, err_msg=n)
+            np.testing.assert_allclose(
+                np.abs(np.float64(array)).sum(), size, rtol=gap / size if double else 2e-6, err_msg=n
+            )

@@ -29,7 +29,7 @@ COMPUTED_ONCE = [
     *("nms background", "matching set", "target padded", "detection default", "encode", "decode", "Proposal"),
     *("roi align ratio", "correlation set", "deformable plain", "sampler", "grid affine"),
     *("image normalize", "adaptive pool one", "up sum", "ctc padded", "norm dtype", "round_ste", "allclose"),
-    *("pdf negative_binomial", "target mining", "resize size", "selfatt qk", "gemm set"),
+    *("pdf negative_binomial", "target mining", "resize size", "selfatt qk", "gemm set", "modulated", "psroi set"),
 ]
 
 
@@ -244,6 +244,20 @@ def test_options_that_are_left_out():
     assert (dropped == dropped[:, :1]).all()
     draw = functools.partial(mxnet.operator("_sample_multinomial"), shape=(5,), rng=jax.random.key(0))
     assert jax.eval_shape(draw, jnp.ones((3, 4))).shape == (3, 5)
+
+
+@pytest.mark.slow
+def test_the_gradient_of_a_modulated_deformable_convolution(tmp_path):
+    """MXNet computes it on GPUs only: here beside differences in float64."""
+    with jax.enable_x64(True):
+        model = mxnet.load_symbol(write(tmp_path, "modulated set"))
+        arrays = {n: np.float64(a) for n, a in arrays_of("modulated set").items()}
+        loss = jax.jit(lambda arrays: (apply(model, arrays, {}, train=False)[0][0] ** 2).sum())
+        grads = jax.jit(jax.grad(loss))(arrays)
+        for name, array in arrays.items():
+            step = np.random.RandomState(0).standard_normal(array.shape)
+            ends = [loss(arrays | {name: array + size * step}) for size in (1e-6, -1e-6)]
+            np.testing.assert_allclose((ends[0] - ends[1]) / 2e-6, (grads[name] * step).sum(), rtol=1e-6)
 
 
 def test_suppression_keeps_no_matrix_of_all_pairs_of_boxes():

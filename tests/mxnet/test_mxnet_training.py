@@ -22,7 +22,8 @@ DOUBLE = np.load(REFERENCE / "mxnet_float64.npz", allow_pickle=False)
 # and gradients at their worst param, where a ReLU's input is so near to 0 that its sign is another:
 #   mobilenet0_25 4e-2, 4e-5; mobilenet_v2_0_25 3e-2, 1e-2; resnet50_v1 2e-2, 2e-2
 # From what each of the two gives in float64, where they agree to 3e-12, the zoo's gradients of one step with other
-# arrays are off by: inception_v3 8e-2, 5e-2; densenet121 1.5e-1, 1e-1; vgg11_bn 2e-2, 2e-2; mobilenet_v2_0_25 7e-2, 1e-4
+# arrays are off by: inception_v3 8e-2, 5e-2; densenet121 1.5e-1, 1e-1; vgg11_bn 2e-2, 2e-2; mobilenet_v2_0_25 7e-2,
+# 1e-4
 # MXNet with MKLDNN and without differs from itself as much.
 ROUGH = ("mobilenet0_25", "mobilenet_v2_0_25", "resnet50_v1", "inception_v3")
 ZOO = [name for name in CASES if f"{name}/eval" in RECORDED]
