@@ -63,12 +63,8 @@ MISSING = {
         "_sparse_retain _square_sum _scatter_elemwise_div _scatter_minus_scalar _scatter_plus_scalar _contrib_dgl_*"
         " _contrib_edge_id _contrib_getnnz"
     ),
-    "runs on GPUs only, so that it could not be compared": (
-        "_contrib_count_sketch _contrib_fft _contrib_ifft"
-    ),
-    "augmentation, which belongs into a loader or `loss_fn`": (
-        "_image_random_* _image_*lighting _image_resize"
-    ),
+    "runs on GPUs only, so that it could not be compared": ("_contrib_count_sketch _contrib_fft _contrib_ifft"),
+    "augmentation, which belongs into a loader or `loss_fn`": ("_image_random_* _image_*lighting _image_resize"),
     "the shape of its result depends on values": "_contrib_boolean_mask",
     "writes into its input, or has no gradient of its own": (
         "_set_value _onehot_encode fill_element_0index _scatter_set_nd _zeros_without_dtype _broadcast_backward"
@@ -152,7 +148,9 @@ def page():
         return ", ".join(f"`{name}`" for name in sorted(names, key=str.lower))
 
     functions = [(names.split(), meaning) for names, meaning in FUNCTIONS.items()]
-    unknown = {name for name in content["symbol"] if name not in of_alias} ^ {n for names, _ in functions for n in names}
+    unknown = {name for name in content["symbol"] if name not in of_alias} ^ {
+        n for names, _ in functions for n in names
+    }
     if unknown:
         raise SystemExit(f"after mx.sym. there are {unknown}, or FUNCTIONS has them without need")
 
