@@ -127,7 +127,7 @@ def slice_channel(
 def _several(arrays: Sequence[jax.Array], squeezed: int | None) -> jax.Array | tuple[jax.Array, ...]:
     """The outputs of an operator: as in MXNet, an array where there is one."""
     outputs = tuple(array if squeezed is None else array.squeeze(squeezed) for array in arrays)
-    return outputs if len(outputs) > 1 else outputs[0]
+    return outputs[0] if len(outputs) == 1 else outputs
 
 
 def crop(

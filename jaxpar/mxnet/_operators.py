@@ -382,7 +382,7 @@ def _amp_multicast(*data: jax.Array, num_outputs: int, cast_narrow: bool = False
     choose = min if cast_narrow else max
     dtype = choose((x.dtype for x in data), key=lambda dtype: jnp.finfo(dtype).bits)
     outputs = tuple(x.astype(dtype) for x in data)
-    return outputs if len(outputs) > 1 else outputs[0]
+    return outputs[0] if len(outputs) == 1 else outputs
 
 
 def _index_copy(old_tensor: jax.Array, index_vector: jax.Array, new_tensor: jax.Array) -> jax.Array:
