@@ -119,7 +119,8 @@ def test_in_float64_gradients_and_steps_are_those_of_mxnet(name, tmp_path):
         check(flat[at], there, 1e-10, n, max(np.linalg.norm(flat) / np.sqrt(flat.size), whole))
     for step, found in enumerate(logits):
         assert found.dtype == "float64"
-        check(found, DOUBLE[f"{name}/logits"][step], 1e-8, f"logits of step {step}")
+        # MXNet has the learning rate in float32 too: 1.3e-8 after four steps of vgg11_bn.
+        check(found, DOUBLE[f"{name}/logits"][step], 5e-8, f"logits of step {step}")
     # MXNet has the momentum and the epsilon of a BatchNorm in float32, which running statistics show.
     check(evaluated, DOUBLE[f"{name}/eval"], 1e-5, "logits of evaluation")
 
