@@ -38,7 +38,7 @@ LR = 0.05
 LOSSES = ("SoftmaxOutput", "Softmax", "SVMOutput", "MakeLoss", "make_loss")  # and those of regression
 IMAGE, LABEL = (2, 3, 64, 64), ((2,), "i4")
 TRAINED = ("weight", "bias", "gamma", "beta", "alpha", "running_mean", "running_var", "state")
-RECORDED = ("unet", "attention", "deep_speech", "noise_contrastive", "capsule")
+RECORDED = ("unet", "attention", "deep_speech", "noise_contrastive", "capsule", "inception_v3")
 NETWORKS = {}
 
 
@@ -971,7 +971,7 @@ def numbers(name, symbol, shapes, folder, arrays=None, training=True):
         updater = mx.optimizer.get_updater(optimizer)
         for i, n in enumerate(params):
             updater(i, executor.grad_dict[n].tostype("default"), executor.arg_dict[n])
-            found[f"param {n}"] = np.float32(executor.arg_dict[n].asnumpy())
+            found[f"param {n}"] = executor.arg_dict[n].asnumpy()
         found.update({f"state {n}": np.float32(a.asnumpy()) for n, a in executor.aux_dict.items()})
         found.update({f"out{i}": np.float32(o.asnumpy()) for i, o in enumerate(outs)})
         found.update({f"head{i}": h for i, h in enumerate(heads)})

@@ -30,13 +30,16 @@ DIFFERS = {
     "BatchNorm _contrib_BatchNormWithReLU": "`fix_gamma=True` does not read `gamma`, MXNet writes 1 to it",
     "_contrib_SyncBatchNorm": "the devices that share a batch are those of the training step, not `ndev` and `key`",
     "Dropout": "draws from `rng`",
-    "RNN": "`projection_size`, `use_sequence_length` and clipped states are refused",
+    "RNN": "`projection_size`, `use_sequence_length` and clipped states are refused. MXNet's CPU ignores the last two, "
+    "and trains no projection",
     "log_softmax": "`use_length=True` is refused",
     "Cast amp_cast": "of a cast to float16 and straight back XLA leaves nothing, so that no digits are lost",
     "CTCLoss": "an empty label has the loss of blanks alone, MXNet reads memory that nothing wrote. A label that is "
     "too long for its steps has the loss 0 as in MXNet, and no gradient, where MXNet's is what stood in memory",
     "_contrib_SparseEmbedding Embedding": "the gradient is dense, MXNet's of `sparse_grad=True` has rows",
     "cast_storage": "arrays stay dense",
+    "_image_flip_*": "the gradient is turned back, MXNet's is not",
+    "_contrib_ModulatedDeformableConvolution": "has a gradient, MXNet's CPU has none",
     "shape_array size_array _histogram _contrib_index_array": "whole numbers are int32, as JAX has them",
     "_arange": "`infer_range=True` is refused",
     "_random_uniform* _random_normal* _random_gamma* _random_exponential* _random_poisson* _random_negative_binomial*"
@@ -60,19 +63,33 @@ MISSING = {
         "_sparse_retain _square_sum _scatter_elemwise_div _scatter_minus_scalar _scatter_plus_scalar _contrib_dgl_*"
         " _contrib_edge_id _contrib_getnnz"
     ),
-    "runs on GPUs only, so that it could not be compared": (
-        "_contrib_ModulatedDeformableConvolution _contrib_PSROIPooling _contrib_DeformablePSROIPooling"
-        " _contrib_count_sketch _contrib_fft _contrib_ifft"
-    ),
-    "augmentation, which belongs into a loader or `loss_fn`": (
-        "_image_random_* _image_*lighting _image_resize _image_flip_*"
-    ),
+    "runs on GPUs only, so that it could not be compared": ("_contrib_count_sketch _contrib_fft _contrib_ifft"),
+    "augmentation, which belongs into a loader or `loss_fn`": ("_image_random_* _image_*lighting _image_resize"),
     "the shape of its result depends on values": "_contrib_boolean_mask",
     "writes into its input, or has no gradient of its own": (
         "_set_value _onehot_encode fill_element_0index _scatter_set_nd _zeros_without_dtype _broadcast_backward"
         " _contrib_backward_* _split_v2_backward"
     ),
-    "rare: give `operators={name: function}`": ("_contrib_RROIAlign _contrib_hawkesll _sample_unique_zipfian"),
+    "rare: give `operators={name: function}`": (
+        "_contrib_RROIAlign _contrib_DeformablePSROIPooling _contrib_hawkesll _sample_unique_zipfian"
+    ),
+}
+
+# Names after `mx.sym.` that are no operators: what a file has of them.
+FUNCTIONS = {
+    "Variable var": "a variable: an entry of `model.inputs`, `model.params` or `model.state`",
+    "Group": "several outputs: `model.outputs`, and `apply` gives a tuple",
+    "Symbol": "the class itself: `model.symbol` is the graph as data",
+    "load load_json": "no node: `jp.mxnet.load_symbol` reads the file",
+    "arange eye full histogram linspace ones split_v2 zeros": "the operator of this name with `_` before it",
+    "maximum minimum hypot": "`_maximum` and so on of two symbols, `_maximum_scalar` of a symbol and a number",
+    "pow power": "`_power` of two symbols, `_power_scalar` or `_rpower_scalar` of a symbol and a number",
+    "contrib": "operators whose names begin with `_contrib_`. `foreach`, `while_loop` and `cond` write `_foreach`, "
+    "`_while_loop` and `_cond`; `rand_zipfian` writes several operators",
+    "image linalg": "operators whose names begin with `_image_`, `_linalg_`",
+    "random": "`_random_uniform` and so on where the parameters are numbers, `_sample_uniform` where they are symbols",
+    "sparse": "the operators of the same names, and `_sparse_retain`",
+    "numpy numpy_extension": "the operators of `mx.np`",
 }
 
 
@@ -130,6 +147,13 @@ def page():
     def listed(names):
         return ", ".join(f"`{name}`" for name in sorted(names, key=str.lower))
 
+    functions = [(names.split(), meaning) for names, meaning in FUNCTIONS.items()]
+    unknown = {name for name in content["symbol"] if name not in of_alias} ^ {
+        n for names, _ in functions for n in names
+    }
+    if unknown:
+        raise SystemExit(f"after mx.sym. there are {unknown}, or FUNCTIONS has them without need")
+
     text = f"""# MXNet's operators
 
 This page lists the operators of MXNet {content["version"]} by the names that symbol files have. Further names of an
@@ -161,6 +185,9 @@ in float16 where MXNet computes it. Of the random ones they compare what numbers
         names = [name for name, verdict in found.items() if verdict == ("no", why)]
         shown = ", ".join(f"`{pattern}`" for pattern in patterns.split()) if len(names) > 30 else listed(names)
         text += f"| {shown} ({len(names)}) | {why} |\n"
+    text += "\n## Functions and modules\n\nThese names after `mx.sym.` are no operators.\n"
+    text += "\n| name | in a symbol file |\n|---|---|\n"
+    text += "".join(f"| {listed(names)} | {meaning} |\n" for names, meaning in functions)
     return text
 
 

@@ -296,7 +296,14 @@ def images():
         x=(2, 4, 6, 5),
         o=(2, 36, 3, 3),
     )
+    # MXNet computes no gradient of it on a CPU. A test has that of the function.
+    modulated = functools.partial(c.ModulatedDeformableConvolution, **offsets)
+    case("modulated", lambda x, o, m: modulated(x, o, m), grads=False, x=(1, 4, 6, 5), o=(1, 18, 4, 3), m=(1, 9, 4, 3))
+    modulated_set = functools.partial(c.ModulatedDeformableConvolution, **more, no_bias=True)
+    case("modulated set", lambda x, o, m: modulated_set(x, o * 3, m), grads=False, x=(2, 4, 6, 5), o=(2, 36, 3, 3),
+         m=(2, 18, 3, 3))  # fmt: skip
     im = sym.image
+    case("image upside down", im.flip_top_bottom, data=(4, 5, 3), grads=False)
     case("to tensor", lambda x: im.to_tensor(x * 100), x=((4, 5, 3), "u"), grads=False)
     case("to tensor batch", lambda x: im.to_tensor(x * 100), x=((2, 4, 5, 3), "u"), grads=False)
     case("image normalize", lambda x: im.normalize(x, mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7)), x=(3, 4, 5))
@@ -356,6 +363,13 @@ def boxes():
         "steps": {"steps": (0.3, 0.2), "offsets": (0.1, 0.7)},
     }.items():  # fmt: skip
         case("prior " + key, lambda x, more=more: c.MultiBoxPrior(x, **more), grads=False, x=(1, 2, 3, 4))
+    for key, more, channels in (
+        ("default", {"pooled_size": 2}, 12),
+        ("set", {"pooled_size": 4, "group_size": 2, "spatial_scale": 0.5}, 12),
+        ("odd", {"pooled_size": 3, "group_size": 2, "spatial_scale": 0.7}, 12),
+    ):
+        pooled = functools.partial(c.PSROIPooling, **{"spatial_scale": 1.0, "output_dim": 3, **more})
+        case(f"psroi {key}", lambda x, r, f=pooled: f(x, r), x=(3, channels, 7, 6), r=((5, 5), "b4"))
     d = {"p": ((2, 3, 8), "u"), "d": ((2, 32), "w9"), "a": ((1, 8, 4), "b0.5")}
     for key, more in {
         "default": {}, "set": {"clip": False, "threshold": 0.3, "nms_threshold": 0.2, "nms_topk": 5},

@@ -8,7 +8,7 @@ Weights and inputs follow that tool's `rule`. mxnet_training.npz has, for ten ne
 gradients (norms and a few entries), the logits of six steps of SGD with momentum, and those of evaluation at the end;
 for a ResNet-18 and a narrow one the losses of 20 more steps on 1 and on 4 devices; and the files of the narrow one as
 MXNet saved it in the middle of its training. mxnet_float16.npz has what operators give in float16,
-and mxnet_float64.npz the steps of four of the ten networks in float64.
+and mxnet_float64.npz the steps of five of the ten networks in float64.
 """
 
 import gzip
@@ -140,7 +140,7 @@ def zoo():
 def float64():
     """The same steps in float64, of the networks in which float32 rounds most. Gradients are rows of entries."""
     found = {}
-    for name in ("mobilenet0_25", "mobilenet_v2_0_25", "resnet50_v1", "inception_v3"):
+    for name in ("mobilenet0_25", "mobilenet_v2_0_25", "resnet50_v1", "inception_v3", "vgg11_bn"):
         size, examples, rate = NETWORKS[name]
         data, net = (examples, 3, size, size), getattr(vision, name)(classes=10, prefix="net_")
         net.cast("float64")

@@ -6,7 +6,7 @@ As in `_layers`, arguments and defaults are those of MXNet's operators.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -118,11 +118,16 @@ def slice_like(data: jax.Array, shape_like: jax.Array, *, axes: tuple[int, ...] 
 
 def slice_channel(
     data: jax.Array, *, num_outputs: int, axis: int = 1, squeeze_axis: bool = False
-) -> tuple[jax.Array, ...]:
+) -> jax.Array | tuple[jax.Array, ...]:
     if not 1 <= num_outputs <= data.shape[axis] or data.shape[axis] % num_outputs:
         raise ValueError(f"SliceChannel: an axis of {data.shape[axis]} has no {num_outputs} equal parts")
-    arrays = jnp.split(data, num_outputs, axis)
-    return tuple(array.squeeze(axis) for array in arrays) if squeeze_axis else tuple(arrays)
+    return _several(jnp.split(data, num_outputs, axis), axis if squeeze_axis else None)
+
+
+def _several(arrays: Sequence[jax.Array], squeezed: int | None) -> jax.Array | tuple[jax.Array, ...]:
+    """The outputs of an operator: as in MXNet, an array where there is one."""
+    outputs = tuple(array if squeezed is None else array.squeeze(squeezed) for array in arrays)
+    return outputs[0] if len(outputs) == 1 else outputs
 
 
 def crop(
@@ -391,10 +396,10 @@ def topk(
 
 def split_v2(
     data: jax.Array, *, indices: tuple[int, ...], axis: int = 1, squeeze_axis: bool = False, sections: int = 0
-) -> tuple[jax.Array, ...]:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Equal sections, or what begins at each index."""
     arrays = jnp.split(data, sections if sections > 0 else list(indices)[1:], axis)
-    return tuple(array.squeeze(axis) for array in arrays) if squeeze_axis else tuple(arrays)
+    return _several(arrays, axis if squeeze_axis else None)
 
 
 def scatter_nd(data: jax.Array, indices: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:

@@ -8,6 +8,7 @@ as in MXNet.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,14 +53,25 @@ def _overlaps(lhs: jax.Array, rhs: jax.Array, pixel: float = 0.0) -> jax.Array:
     return jnp.where(shared > 0, shared / jnp.where(union > 0, union, 1), 0)
 
 
-def _suppressed(conflicts: jax.Array, is_candidate: jax.Array) -> jax.Array:
-    """Which of the boxes in order of their scores remain: each removes those behind it with which it conflicts."""
-    behind = jnp.arange(len(conflicts))
+def _remaining(
+    boxes: jax.Array,  # (boxes, 4), the best first
+    is_candidate: jax.Array,  # (boxes,)
+    conflicts: Callable[[jax.Array, jax.Array], jax.Array],
+    pixel: float = 0.0,
+) -> jax.Array:
+    """Which boxes remain: each candidate that does removes those behind it with which it conflicts.
 
+    `conflicts(overlaps, number)` says with which boxes this one conflicts, of its overlaps with all.
+    """
+    places = jnp.arange(len(boxes))
+
+    # Row by row, for the matrix of all pairs is 150 GB for the 175,000 boxes of gluoncv's SSD of 300 pixels.
     def remove(number: jax.Array, remains: jax.Array) -> jax.Array:
-        return remains & ~(remains[number] & conflicts[number] & (behind > number))
+        overlaps = _overlaps(boxes[number][None], boxes, pixel)[0]
+        return remains & ~(remains[number] & conflicts(overlaps, number) & (places > number))
 
-    return lax.fori_loop(0, len(conflicts), remove, is_candidate)
+    count = jnp.where(is_candidate, places + 1, 0).max(initial=0)  # behind the last candidate nothing is removed
+    return lax.fori_loop(0, count, remove, is_candidate)
 
 
 def box_nms(
@@ -80,6 +92,7 @@ def box_nms(
     if topk == 0 or data.shape[-2] == 0:
         return data
     coordinates = slice(coord_start, coord_start + 4)
+    is_by_class = id_index >= 0 and not force_suppress
 
     def of_image(rows: jax.Array) -> jax.Array:
         scores = lax.stop_gradient(rows[:, score_index])
@@ -88,16 +101,20 @@ def box_nms(
             is_valid &= rows[:, id_index] != background_id
         order = jnp.argsort(jnp.where(is_valid, -scores, jnp.inf), stable=True)
         rows, is_valid = rows[order], is_valid[order]
-        if topk > 0:
-            is_valid &= jnp.arange(len(rows)) < topk
-        boxes = lax.stop_gradient(_corners(rows[:, coordinates], in_format))
-        conflicts = _overlaps(boxes, boxes) > overlap_thresh
-        if id_index >= 0 and not force_suppress:
-            conflicts &= rows[:, None, id_index] == rows[None, :, id_index]
-        remains = _suppressed(conflicts, is_valid)
+        count = len(rows)
+        if 0 < topk < count:
+            rows, is_valid = rows[:topk], is_valid[:topk]
+        fixed = lax.stop_gradient(rows)
+
+        def conflicts(overlaps: jax.Array, number: jax.Array) -> jax.Array:
+            are_close = overlaps > overlap_thresh
+            return are_close & (fixed[number, id_index] == fixed[:, id_index]) if is_by_class else are_close
+
+        remains = _remaining(_corners(fixed[:, coordinates], in_format), is_valid, conflicts)
         # Those that remain move to the front.
         front = jnp.argsort(~remains, stable=True)
-        return jnp.where(remains[front][:, None], rows[front], -1)
+        rows = jnp.where(remains[front][:, None], rows[front], -1)
+        return jnp.pad(rows, ((0, count - len(rows)), (0, 0)), constant_values=-1)
 
     out = jax.vmap(of_image)(data.reshape(-1, *data.shape[-2:])).reshape(data.shape)
     if in_format != out_format:
@@ -235,14 +252,17 @@ def multibox_detection(
         if not 0 < nms_threshold <= 1:
             return jnp.where(is_found[:, None], rows, -1)
         order = jnp.argsort(jnp.where(is_found, -rows[:, 1], jnp.inf), stable=True)
-        is_sorted = jnp.arange(len(rows)) < (nms_topk if nms_topk > 0 else len(rows))
-        rows = jnp.where(is_sorted[:, None], rows[order], rows)
-        conflicts = _overlaps(rows[:, 2:], rows[:, 2:]) >= nms_threshold
-        if not force_suppress:
-            conflicts &= rows[:, None, 0] == rows[None, :, 0]
-        remains = _suppressed(conflicts, is_found & is_sorted)
-        rows = rows.at[:, 0].set(jnp.where(remains, rows[:, 0], -1))
-        return jnp.where(is_found[:, None], rows, -1)
+        count = min(nms_topk, len(rows)) if nms_topk > 0 else len(rows)
+        best = rows[order[:count]]
+
+        def conflicts(overlaps: jax.Array, number: jax.Array) -> jax.Array:
+            are_close = overlaps >= nms_threshold
+            return are_close if force_suppress else are_close & (best[number, 0] == best[:, 0])
+
+        remains = _remaining(best[:, 2:], is_found[:count], conflicts)
+        best = best.at[:, 0].set(jnp.where(remains, best[:, 0], -1))
+        rest = rows[count:].at[:, 0].set(-1)
+        return jnp.where(is_found[:, None], jnp.concatenate([best, rest]), -1)
 
     return lax.stop_gradient(jax.vmap(of_image)(cls_prob, loc_pred))
 
@@ -371,7 +391,7 @@ def proposal(
         most = min(rpn_pre_nms_top_n if rpn_pre_nms_top_n > 0 else len(boxes), len(boxes))
         order = jnp.argsort(-scores, stable=True)[:most]
         boxes, scores = boxes[order], scores[order]
-        remains = _suppressed(_overlaps(boxes, boxes, pixel=1.0) > threshold, jnp.ones(most, bool))
+        remains = _remaining(boxes, jnp.ones(most, bool), lambda overlaps, _: overlaps > threshold, pixel=1.0)
         # Too few that remain are repeated from the first one.
         front = jnp.argsort(~remains, stable=True)
         count = jnp.minimum(remains.sum(), min(rpn_post_nms_top_n, most))
@@ -422,11 +442,21 @@ def roi_align(
     rows = weights(boxes[:, 1], boxes[:, 3], pooled_size[0], height)
     columns = weights(boxes[:, 0], boxes[:, 2], pooled_size[1], width)
     rows, columns = (jnp.where((images >= 0)[:, None, None], w, 0).astype(data.dtype) for w in (rows, columns))
-    features = data[images.clip(0)]
     if position_sensitive:  # each bin has channels of its own
-        features = features.reshape(len(rois), -1, *pooled_size, height, width)
-        return jnp.einsum("rcyxhw,ryh,rxw->rcyx", features, rows, columns)
-    return jnp.einsum("rchw,ryh,rxw->rcyx", features, rows, columns)
+        features = data.reshape(len(data), -1, *pooled_size, height, width)
+        return _of_regions(features, images, rows, columns, "cyxhw,yh,xw->cyx")
+    return _of_regions(data, images, rows, columns, "chw,yh,xw->cyx")
+
+
+def _of_regions(features: jax.Array, images: jax.Array, rows: jax.Array, columns: jax.Array, form: str) -> jax.Array:
+    """Sums over the pixels of regions, by the weights of their rows and of their columns, of the image of each."""
+
+    # A few at a time: of a thousand regions the images of all are 60 GB in a detector of 1200 x 800 pixels.
+    def of_region(region: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        image, of_rows, of_columns = region
+        return jnp.einsum(form, features[image], of_rows, of_columns)
+
+    return lax.map(of_region, (images.clip(0), rows, columns), batch_size=16)
 
 
 def roi_pooling(data: jax.Array, rois: jax.Array, *, pooled_size: tuple[int, ...], spatial_scale: float) -> jax.Array:
@@ -460,3 +490,36 @@ def roi_pooling(data: jax.Array, rois: jax.Array, *, pooled_size: tuple[int, ...
         return jnp.where(is_full & (roi[0] >= 0), image[channel, best_row, column], 0)
 
     return lax.map(of_region, rois, batch_size=16)
+
+
+def psroi_pooling(
+    data: jax.Array,
+    rois: jax.Array,
+    *,
+    spatial_scale: float,
+    output_dim: int,
+    pooled_size: int,
+    group_size: int = 0,
+) -> jax.Array:
+    """The means of the bins of regions, each bin of channels of its own. An empty bin is 0."""
+    rois = lax.stop_gradient(rois)
+    height, width = data.shape[2:]
+    groups = group_size or pooled_size
+    # The corners are rounded to pixels, halves away from 0 as in C, and the last pixel belongs to the region.
+    corners = jnp.trunc(rois[:, 1:] + jnp.where(rois[:, 1:] < 0, -0.5, 0.5))
+    low, high = corners[:, :2] * spatial_scale, (corners[:, 2:] + 1) * spatial_scale
+
+    def inside(axis: int, size: int) -> jax.Array:
+        """(regions, bins, size): which pixels each bin has."""
+        step = jnp.maximum(high[:, axis] - low[:, axis], 0.1)[:, None] / pooled_size
+        first = jnp.floor(jnp.arange(pooled_size)[None] * step + low[:, axis, None]).clip(0, size)
+        end = jnp.ceil((jnp.arange(pooled_size) + 1)[None] * step + low[:, axis, None]).clip(0, size)
+        places = jnp.arange(size)[None, None]
+        return ((places >= first[..., None]) & (places < end[..., None])).astype(data.dtype)
+
+    rows, columns = inside(1, height), inside(0, width)
+    group = (np.arange(pooled_size) * groups // pooled_size).clip(0, groups - 1)  # of each bin
+    features = data.reshape(len(data), output_dim, groups, groups, height, width)[:, :, group][:, :, :, group]
+    total = _of_regions(features, rois[:, 0].astype(int), rows, columns, "cyxhw,yh,xw->cyx")
+    area = rows.sum(2)[:, None, :, None] * columns.sum(2)[:, None, None]
+    return total / jnp.maximum(area, 1)

@@ -213,22 +213,68 @@ def deformable_convolution(
     layout: str | None = None,
 ) -> jax.Array:
     """A convolution each of whose taps is displaced by an offset of its own, (2 * groups * kernel) channels."""
-    batch, channels, height, width = data.shape
-    stride, dilate, pad = stride or (1, 1), dilate or (1, 1), pad or (0, 0)
-    rows, columns = offset.shape[2:]
-    taps = math.prod(kernel)
-    offset = offset.reshape(batch, num_deformable_group, *kernel, 2, rows, columns)
-    # The places of the taps, (kernel, kernel, rows, columns), are displaced.
-    tap_y, tap_x, row, column = jnp.ogrid[: kernel[0], : kernel[1], :rows, :columns]
-    y = offset[:, :, :, :, 0] + (tap_y * dilate[0] + row * stride[0] - pad[0])[None, None]
-    x = offset[:, :, :, :, 1] + (tap_x * dilate[1] + column * stride[1] - pad[1])[None, None]
+    height, width = data.shape[2:]
+    y, x = _displaced(offset, kernel, stride, dilate, pad, num_deformable_group)
     # As in MXNet, a place beyond the last pixel has that pixel, and one outside of the image is 0.
     inside = (y >= 0) & (x >= 0) & (y < height) & (x < width)
     y, x = jnp.where(y >= height - 1, height - 1, y), jnp.where(x >= width - 1, width - 1, x)
-    groups = data.reshape(batch, num_deformable_group, -1, height, width)
-    patches = jax.vmap(jax.vmap(_sampled))(groups, y, x)  # (batch, groups, channels, *kernel, rows, columns)
-    patches = jnp.where(inside[:, :, None], patches, 0)
-    patches = patches.reshape(batch, num_group, channels // num_group * taps, rows, columns)
+    patches = jnp.where(inside[:, :, None], _patches(data, y, x), 0)
+    return _filtered(patches, weight, bias, num_group, num_filter)
+
+
+def modulated_deformable_convolution(
+    data: jax.Array,
+    offset: jax.Array,
+    mask: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    kernel: tuple[int, ...],
+    num_filter: int,
+    stride: tuple[int, ...] = (),
+    dilate: tuple[int, ...] = (),
+    pad: tuple[int, ...] = (),
+    num_group: int = 1,
+    num_deformable_group: int = 1,
+    no_bias: bool = False,
+    im2col_step: int = 64,
+    layout: str | None = None,
+) -> jax.Array:
+    """The same with a factor for each tap, (groups * kernel) channels. As in MXNet, the image goes on with zeros."""
+    y, x = _displaced(offset, kernel, stride, dilate, pad, num_deformable_group)
+    patches = _patches(data, y, x) * mask.reshape(y.shape)[:, :, None]
+    return _filtered(patches, weight, bias, num_group, num_filter)
+
+
+def _displaced(
+    offset: jax.Array,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    dilate: tuple[int, ...],
+    pad: tuple[int, ...],
+    groups: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The places of the taps, y and x, each (batch, groups, *kernel, rows, columns)."""
+    stride, dilate, pad = stride or (1, 1), dilate or (1, 1), pad or (0, 0)
+    batch, _, rows, columns = offset.shape
+    offset = offset.reshape(batch, groups, *kernel, 2, rows, columns)
+    tap_y, tap_x, row, column = jnp.ogrid[: kernel[0], : kernel[1], :rows, :columns]
+    y = offset[:, :, :, :, 0] + (tap_y * dilate[0] + row * stride[0] - pad[0])[None, None]
+    x = offset[:, :, :, :, 1] + (tap_x * dilate[1] + column * stride[1] - pad[1])[None, None]
+    return y, x
+
+
+def _patches(data: jax.Array, y: jax.Array, x: jax.Array) -> jax.Array:
+    """(batch, groups, channels, *kernel, rows, columns)"""
+    groups = data.reshape(len(data), y.shape[1], -1, *data.shape[2:])
+    return jax.vmap(jax.vmap(_sampled))(groups, y, x)
+
+
+def _filtered(
+    patches: jax.Array, weight: jax.Array, bias: jax.Array | None, num_group: int, num_filter: int
+) -> jax.Array:
+    batch, (rows, columns) = len(patches), patches.shape[-2:]
+    patches = patches.reshape(batch, num_group, -1, rows, columns)
     weight = weight.reshape(num_group, num_filter // num_group, -1)
     out = jnp.einsum("ngkyx,gfk->ngfyx", patches, weight).reshape(batch, num_filter, rows, columns)
     return out if bias is None else out + bias.reshape(1, -1, 1, 1)

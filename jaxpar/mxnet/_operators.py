@@ -377,11 +377,12 @@ def _amp_cast(data: jax.Array, *, dtype: str) -> jax.Array:
     return data.astype(jax.dtypes.canonicalize_dtype(dtype)) if is_floating else data
 
 
-def _amp_multicast(*data: jax.Array, num_outputs: int, cast_narrow: bool = False) -> tuple[jax.Array, ...]:
+def _amp_multicast(*data: jax.Array, num_outputs: int, cast_narrow: bool = False) -> Any:
     """All in the widest dtype of the arrays, or in the narrowest one."""
     choose = min if cast_narrow else max
     dtype = choose((x.dtype for x in data), key=lambda dtype: jnp.finfo(dtype).bits)
-    return tuple(x.astype(dtype) for x in data)
+    outputs = tuple(x.astype(dtype) for x in data)
+    return outputs[0] if len(outputs) == 1 else outputs
 
 
 def _index_copy(old_tensor: jax.Array, index_vector: jax.Array, new_tensor: jax.Array) -> jax.Array:
@@ -641,9 +642,11 @@ _NAMED: dict[str, Operator] = {
     "im2col": Operator(images.im2col),
     "col2im": Operator(images.col2im),
     "_contrib_DeformableConvolution": Operator(images.deformable_convolution, _deformable_shapes),
+    "_contrib_ModulatedDeformableConvolution": Operator(images.modulated_deformable_convolution, _deformable_shapes),
     "_image_to_tensor": Operator(images.to_tensor),
     "_image_normalize": Operator(images.image_normalize),
     "_image_flip_left_right": _row(lambda data: jnp.flip(data, -2)),
+    "_image_flip_top_bottom": _row(lambda data: jnp.flip(data, -3)),
     "_image_crop": _row(
         lambda data, *, x, y, width, height: data[..., y : y + height, x : x + width, :],
         **dict.fromkeys(("x", "y", "width", "height"), "int"),
@@ -661,6 +664,7 @@ _NAMED: dict[str, Operator] = {
     ),
     "_contrib_ROIAlign": Operator(boxes.roi_align),
     "ROIPooling": Operator(boxes.roi_pooling),
+    "_contrib_PSROIPooling": Operator(boxes.psroi_pooling),
     **{
         f"_linalg_{name} linalg_{name}": Operator(function, outputs=lambda attrs, count=count: count)
         for name, function, count in (

@@ -1,6 +1,7 @@
 """Networks of MXNet's examples beside MXNet 1.9.1: shapes, outputs, the port, and a step of SGD.
 
-tools/mxnet_models_there.py recorded a few of its sixty networks; tools/mxnet_models.py compares all of them.
+tools/mxnet_models_there.py recorded a few of its sixty networks; tools/mxnet_models.py compares all of them. MXNet's
+step is in float64 there, for in float32 its own gradients of this small Inception are off by a tenth.
 """
 
 import gzip
@@ -15,6 +16,7 @@ from symbols import REFERENCE, arrays_of, write
 from jaxpar import checkpoint, mxnet, updaters
 
 CASES = json.loads(gzip.decompress((REFERENCE / "mxnet_models.json.gz").read_bytes()))["cases"]
+DOUBLE = ("inception_v3",)  # in float64 here too, where a gradient that is not MXNet's shows at 1e-10
 
 
 @pytest.mark.slow
@@ -26,7 +28,8 @@ def test_networks_of_the_examples(name, tmp_path):
         if node["op"] in ("Dropout", "RNN"):
             node["attrs"]["p"] = "0"
     symbol = write(tmp_path, name, {name: {"symbol": json.dumps(case)}})
-    params = arrays_of(name, CASES)
+    params, double = arrays_of(name, CASES), name in DOUBLE
+    params = {n: np.float64(a) if double and a.dtype == np.float32 else a for n, a in params.items()}
     inputs = {n: params.pop(n) for n in CASES[name]["inputs"]}
     state = {n: params.pop(n) for n in CASES[name]["aux"]}
 
@@ -57,7 +60,7 @@ def test_networks_of_the_examples(name, tmp_path):
             ported = module["apply"](params, *(inputs[n] for n in model.inputs if n in needed), state=state)
         return model.apply(params, inputs, state=state), ported, new
 
-    with np.load(REFERENCE / "mxnet_models.npz") as recorded:
+    with np.load(REFERENCE / "mxnet_models.npz") as recorded, jax.enable_x64(double):
         outputs = [recorded[key] for key in recorded.files if key.startswith(f"{name}/eval")]
         applied, ported, new = compute({n: jnp.asarray(a) for n, a in params.items()})
         for found in applied, ported:
@@ -66,5 +69,9 @@ def test_networks_of_the_examples(name, tmp_path):
         for n, array in new.items():
             total, size = recorded[f"{name}/param {n}"]
             moved = np.abs(np.float64(array) - params[n]).sum()
-            np.testing.assert_allclose(np.sum(array, dtype=float), total, atol=5e-4 * moved + 1e-6 * size, err_msg=n)
-            np.testing.assert_allclose(np.abs(np.float64(array)).sum(), size, rtol=2e-6, err_msg=n)
+            # MXNet's rate is 0.05 in float32.
+            gap = 1e-7 * moved if double else 5e-4 * moved + 1e-6 * size
+            np.testing.assert_allclose(np.sum(array, dtype=float), total, rtol=0, atol=gap, err_msg=n)
+            np.testing.assert_allclose(
+                np.abs(np.float64(array)).sum(), size, rtol=gap / size if double else 2e-6, err_msg=n
+            )

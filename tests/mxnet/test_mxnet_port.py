@@ -16,6 +16,7 @@ from world import mostly_slow
 
 from jaxpar import checkpoint, mxnet, viz
 from jaxpar.__main__ import main
+from jaxpar.mxnet import _port_layers
 from jaxpar.train import start
 
 QUICK = ("lenet 1", "factorization 1", "normalized 1", "gluon lstm")
@@ -119,6 +120,39 @@ def test_the_tables_of_layers_in_the_guide(name, size, wrong, tmp_path):
 
 
 # Symbols of one's own
+
+
+SEVERAL = {"SliceChannel": {"axis": 0, "squeeze_axis": True}, "_split_v2": {"indices": (), "axis": 0, "sections": 1}}
+
+
+@pytest.mark.parametrize(("op", "attrs"), [*SEVERAL.items(), ("amp_multicast", {})])
+def test_one_output_of_operators_that_have_several_is_an_array(op, attrs, tmp_path):
+    """gluoncv's detectors split a batch of one image."""
+    count = {} if op == "_split_v2" else {"num_outputs": 1}
+    nodes = [node("null", "data"), node(op, "one", 0, **attrs, **count), node("softmax", "after", 1)]
+    path, data = symbol_of(tmp_path, *nodes), np.arange(3, dtype=np.float32)[None]
+    assert mxnet.operator(op)(data, **attrs, **count).shape == (data[0] if "squeeze_axis" in attrs else data).shape
+    check(path, mxnet.port(path), {}, {}, {"data": data}, jit=lambda fn: fn)
+
+
+def chain_of(*nodes):
+    """Nodes one behind the other: (op, attributes)."""
+    return [node("null", "data"), *(node(op, f"n{i}", i, **attrs) for i, (op, attrs) in enumerate(nodes))]
+
+
+def test_what_repeats_is_written_so(tmp_path):
+    """Four lines are one function, and a loop leaves no half of its window behind it."""
+    add, twice = ("_plus_scalar", {"scalar": 1.5}), ("_mul_scalar", {"scalar": 2.0})
+    activations = [("Activation", {"act_type": kind}) for kind in ("relu", "tanh", "softsign")]
+    text = mxnet.port(symbol_of(tmp_path, *chain_of(*3 * [add, *activations])))
+    assert "    return jax.nn.soft_sign(jax.nn.tanh(jax.nn.relu(x + 1.5)))\n" in text
+    text = mxnet.port(symbol_of(tmp_path, *chain_of(add, twice, add, twice, twice)))
+    assert " for " not in text.partition("def network(")[2].partition("def apply(")[0]
+
+
+def test_the_dense_layer_of_a_module_flattens():
+    net = _port_layers.Net(lambda name, *shape: jnp.ones(shape), {}, False, None)
+    assert _port_layers.dense(net, jnp.ones((2, 3, 4)), "fc", 5, no_bias=True).tolist() == [[12] * 5] * 2
 
 
 def mlp(names=("fc1", "fc2", "fc3", "out"), data="data"):

@@ -21,6 +21,9 @@ DOUBLE = np.load(REFERENCE / "mxnet_float64.npz", allow_pickle=False)
 #   mobilenet0_25 1.6e-4, 7e-5; mobilenet_v2_0_25 2.4e-4, 1.7e-4; resnet50_v1 4e-4, 6e-4
 # and gradients at their worst param, where a ReLU's input is so near to 0 that its sign is another:
 #   mobilenet0_25 4e-2, 4e-5; mobilenet_v2_0_25 3e-2, 1e-2; resnet50_v1 2e-2, 2e-2
+# From what each of the two gives in float64, where they agree to 3e-12, the zoo's gradients of one step with other
+# arrays are off by: inception_v3 8e-2, 5e-2; densenet121 1.5e-1, 1e-1; vgg11_bn 2e-2, 2e-2; mobilenet_v2_0_25 7e-2,
+# 1e-4
 # MXNet with MKLDNN and without differs from itself as much.
 ROUGH = ("mobilenet0_25", "mobilenet_v2_0_25", "resnet50_v1", "inception_v3")
 ZOO = [name for name in CASES if f"{name}/eval" in RECORDED]
@@ -105,7 +108,7 @@ def test_gradients_and_five_steps_of_the_zoo(name, tmp_path):
 
 
 @pytest.mark.release  # a minute each
-@pytest.mark.parametrize("name", ROUGH)
+@pytest.mark.parametrize("name", sorted({key.split("/")[0] for key in DOUBLE}))
 def test_in_float64_gradients_and_steps_are_those_of_mxnet(name, tmp_path):
     with jax.enable_x64(True):
         grads, logits, evaluated = steps_of(load(tmp_path, name), name, "float64")
@@ -116,7 +119,8 @@ def test_in_float64_gradients_and_steps_are_those_of_mxnet(name, tmp_path):
         check(flat[at], there, 1e-10, n, max(np.linalg.norm(flat) / np.sqrt(flat.size), whole))
     for step, found in enumerate(logits):
         assert found.dtype == "float64"
-        check(found, DOUBLE[f"{name}/logits"][step], 1e-8, f"logits of step {step}")
+        # MXNet has the learning rate in float32 too: 1.3e-8 after four steps of vgg11_bn.
+        check(found, DOUBLE[f"{name}/logits"][step], 5e-8, f"logits of step {step}")
     # MXNet has the momentum and the epsilon of a BatchNorm in float32, which running statistics show.
     check(evaluated, DOUBLE[f"{name}/eval"], 1e-5, "logits of evaluation")
 
