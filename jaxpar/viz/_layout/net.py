@@ -154,9 +154,10 @@ def name_drafts(net: Net) -> dict[int, str]:
         tails = (draft.path[start:] for start in range(len(draft.path) - 1, -1, -1))
         short = next((tail for tail in tails if len(ends[tail]) == 1), draft.path)
         names[draft.at] = _unique(draft.name or "/".join(short), _base(draft), taken, numbers)
-    for draft in (draft for draft in net.drafts if draft.forward is not None):
-        base = names.get(draft.forward.at, _base(draft)) + BACKWARD
-        names[draft.at] = _unique(base, base, taken, numbers)
+    for draft in net.drafts:
+        if draft.forward is not None:
+            base = names.get(draft.forward.at, _base(draft)) + BACKWARD
+            names[draft.at] = _unique(base, base, taken, numbers)
     return names
 
 

@@ -175,7 +175,8 @@ class _Pass:
         self._join([dict(enumerate(same)) for same in zip(*copies, strict=True)])
         inner_from = len(shared) + (len(owns[0]) > len(shared))
         # Gradients of a block's layers go to its box. Another row gets a box, with a name that nothing beside it has.
-        scopes = {() if d.forward is None else self._layer_of(d).scope[: len(shared) + 1] for d in copies[0]}
+        around = (() if d.forward is None else self._layer_of(d).scope[: len(shared) + 1] for d in copies[0])
+        scopes = set[Path](around)
         block = scopes.pop()
         if scopes or self.net.repeats.get(block) != len(copies):
             scopes_beside = (
