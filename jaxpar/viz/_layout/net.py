@@ -212,14 +212,18 @@ def name_of_weights(paths: list[tuple[str, ...]], modules: Container[tuple[str, 
 def name_kinds(layers: Iterable[tuple[str, int]]) -> str:
     """What is in a part of a network, given as kinds and FLOPs. The kind with most FLOPs comes first.
 
+    An attention comes before the products around it, as it says what the part is.
+
     >>> name_kinds([("Activation", 1), ("Dense", 9), ("Dense", 9)]), name_kinds([("a", 1), ("b", 2), ("c", 3)])
     ('2 Dense, Activation', 'c + 2')
+    >>> name_kinds([("Dense", 9), ("Dense", 9), ("RoPE", 2), ("Attention", 5)])
+    'Attention + 3'
     """
     count, cost = Counter[str](), Counter[str]()
     for kind, flops in layers:
         count[kind] += 1
         cost[kind] += flops
-    kinds = sorted(count, key=lambda kind: -cost[kind])
+    kinds = sorted(count, key=lambda kind: (kind != "Attention", -cost[kind]))
     if len(kinds) < _LONGEST:
         return ", ".join(_counted(kind, count[kind]) for kind in kinds)
     return f"{_counted(kinds[0], count[kinds[0]])} + {count.total() - count[kinds[0]]}"
