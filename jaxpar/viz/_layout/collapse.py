@@ -97,7 +97,7 @@ def limit_nodes(net: Net, most: int) -> None:
         ordered = [draft for draft in net.ordered() if draft.op != "input"]
         cuts = [number * len(ordered) // most for number in range(most + 1)]
         stretches = [ordered[start:end] for start, end in pairwise(cuts) if end - start > 1]
-        net.merge([(stretch, _sum(stretch, name_part(items_of(net, stretch, 0)), ())) for stretch in stretches])
+        net.merge([(stretch, _sum(stretch, name_part(items_of(stretch, 0)), ())) for stretch in stretches])
 
 
 def close_until(net: Net, fits: Callable[[Net], bool], *, room: int = MOST, few: int = 0) -> None:
@@ -177,7 +177,6 @@ class Item:
     scope: Path | None  # of a scope, its path. None for a layer.
     kind: str  # of layer or of scope, without numbers
     name: str  # its own, without the modules around it. Empty where nothing names it.
-    shape: tuple[int, ...]  # of its last layer
 
     @property
     def flops(self) -> int:
@@ -185,7 +184,7 @@ class Item:
         return sum(draft.flops for draft in self.drafts)
 
 
-def items_of(net: Net, drafts: list[Draft], depth: int) -> list[Item]:
+def items_of(drafts: list[Draft], depth: int) -> list[Item]:
     """The items in a scope of this depth, in the order of their first layers."""
     groups: dict[object, list[Draft]] = {}
     for draft in drafts:
@@ -193,12 +192,12 @@ def items_of(net: Net, drafts: list[Draft], depth: int) -> list[Item]:
         groups.setdefault(key, []).append(draft)
     items: list[Item] = []
     for group in groups.values():
-        first, shape = group[0], net.raw.values[group[-1].value].shape
+        first = group[0]
         if len(first.scope) > depth:
             scope = first.scope[depth]
-            items.append(Item(group, first.scope[: depth + 1], scope.stem, scope, shape))
+            items.append(Item(group, first.scope[: depth + 1], scope.stem, scope))
         else:
-            items.append(Item(group, None, first.op, first.name or "".join(first.layer.path[-1:]), shape))
+            items.append(Item(group, None, first.op, first.name or "".join(first.layer.path[-1:])))
     return items
 
 
@@ -219,7 +218,7 @@ def wires_of(items: list[Item], sources: dict[int, set[int]]) -> tuple[list[Item
             joined.append(item)
         else:
             before = joined[-1]
-            joined[-1] = Item(before.drafts + item.drafts, None, before.kind, before.name, item.shape)
+            joined[-1] = Item(before.drafts + item.drafts, None, before.kind, before.name)
         into[number] = len(joined) - 1
         end = max(end, last[number])
     wires: list[set[int]] = [set() for _ in joined]
@@ -317,7 +316,7 @@ def add_parts(net: Net, most: int = MOST) -> None:
     """Give each scope that holds more than `most` layers or scopes parts inside, which are scopes like any other."""
     forward = [draft for draft in net.layers if draft.forward is None and not draft.op.endswith(BACKWARD)]
     sources, inserts = net.sources(), _Inserts()
-    _add_in_scope(net, sources, forward, (), most, inserts)
+    _add_in_scope(sources, forward, (), most, inserts)
     renamed: dict[Path, Path] = {}
     for draft in net.drafts:
         parts = sorted(inserts.get(draft.layer.at, ()), reverse=True)
@@ -337,22 +336,20 @@ def _inserted(scope: Path, inserts: list[tuple[int, Path]], deepest: int) -> Pat
     return scope
 
 
-def _add_in_scope(
-    net: Net, sources: dict[int, set[int]], drafts: list[Draft], scope: Path, most: int, inserts: _Inserts
-) -> None:
+def _add_in_scope(sources: dict[int, set[int]], drafts: list[Draft], scope: Path, most: int, inserts: _Inserts) -> None:
     """Find the parts directly inside a scope, and those in the scopes inside it."""
-    items = items_of(net, drafts, len(scope))
+    items = items_of(drafts, len(scope))
     for item in items:
         if item.scope is not None:
-            _add_in_scope(net, sources, item.drafts, item.scope, most, inserts)
+            _add_in_scope(sources, item.drafts, item.scope, most, inserts)
     if len(items) > most:
         items, wires = wires_of(items, sources)
         parts = _divide(items, wires, list(range(len(items))), max(2, most))
-        _name_parts(net, items, parts, (), len(scope), inserts, set())
+        _name_parts(items, parts, (), len(scope), inserts, set())
 
 
 def _name_parts(
-    net: Net, items: list[Item], parts: list[Part], path: Path, depth: int, inserts: _Inserts, taken: set[Scope]
+    items: list[Item], parts: list[Part], path: Path, depth: int, inserts: _Inserts, taken: set[Scope]
 ) -> None:
     """Write the path of its parts on each draft."""
     for part in parts:
@@ -371,7 +368,7 @@ def _name_parts(
             continue
         name = unique(name, taken.__contains__)
         taken.add(name)
-        _name_parts(net, items, part, (*path, name), depth, inserts, {name})
+        _name_parts(items, part, (*path, name), depth, inserts, {name})
 
 
 def name_part(items: Sequence[Item]) -> Scope:

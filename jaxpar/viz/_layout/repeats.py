@@ -250,7 +250,7 @@ def _label(net: Net, copies: list[list[Draft]], shared: Path, beside: set[Scope]
     names = names_of_parameters([[path for draft in copy for path in _paths(net, draft)] for copy in layers])
     if len(names) == len(copies):
         return name_copies(list(map(Scope, names)), beside)
-    kinds = ((item.kind, item.flops) for item in items_of(net, layers[0], len(shared)))
+    kinds = ((item.kind, item.flops) for item in items_of(layers[0], len(shared)))
     return Scope(without_numbers(names) if names else name_kinds(kinds), "module" if names else "part", len(copies))
 
 
