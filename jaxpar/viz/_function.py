@@ -157,7 +157,12 @@ def _equations_until(error: Exception, bound: Bound) -> Raw:
                 break
             # A line inside of another trace reads arrays of that trace, which are captured then.
             if not any(isinstance(array, jax.core.Tracer) for array in closed.consts):
-                return _all_of(closed, bound)
+                # All are kept: what nothing reads is a result.
+                inside = closed.jaxpr
+                used = {id(atom) for eqn in inside.eqns for atom in eqn.invars}
+                loose = [out for eqn in inside.eqns for out in eqn.outvars if not used & set(map(id, eqn.outvars))]
+                whole = closed.replace(jaxpr=inside.replace(outvars=loose))
+                return jaxpr.read(whole, bound.arguments, [""] * len(loose), bound.captured)
     raise ValueError("no line that failed was found")
 
 
@@ -192,16 +197,6 @@ def _arrays_of(frame: FrameType, line: int) -> list[Any]:
             if arrays := [value for value in candidates if isinstance(value, jax.core.Tracer)]:
                 return arrays
     raise IndexError
-
-
-def _all_of(closed: Jaxpr, bound: Bound) -> Raw:
-    """Flat equations of which all are kept: what nothing reads is a result."""
-    inside = closed.jaxpr
-    used = {id(atom) for eqn in inside.eqns for atom in eqn.invars}
-    loose = [out for eqn in inside.eqns for out in eqn.outvars if not used & set(map(id, eqn.outvars))]
-    return jaxpr.read(
-        closed.replace(jaxpr=inside.replace(outvars=loose)), bound.arguments, [""] * len(loose), bound.captured
-    )
 
 
 def check_trace(

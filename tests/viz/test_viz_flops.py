@@ -80,11 +80,12 @@ def test_what_xla_counts(name):
 OF_OLD_JAX = {"complex64": {"abs"}, "float32": {"lgamma", "digamma", "asin", "polygamma"}, "float64": {"digamma"}}
 OF_OLD_JAX["bfloat16"] = OF_OLD_JAX["float32"]
 FUNCTIONS = {"log2": jnp.log2}
+HALF, SINGLE, DOUBLE, COMPLEX = range(4)  # columns of the table
 WRITTEN_OUT = {
-    "float32": costs._WRITTEN_OUT.keys() - {"conj", "one_minus_square"},
-    "bfloat16": costs._CONVERTED,
-    "float64": costs._WRITTEN_OUT_DOUBLE.keys(),
-    "complex64": costs._WRITTEN_OUT_COMPLEX.keys(),
+    "float32": {name for name, each in costs.WRITTEN_OUT.items() if each[SINGLE]} - {"conj", "one_minus_square"},
+    "bfloat16": {name for name, each in costs.WRITTEN_OUT.items() if each[HALF] != each[SINGLE]},
+    "float64": {name for name, each in costs.WRITTEN_OUT.items() if each[DOUBLE] != each[SINGLE]},
+    "complex64": {name for name, each in costs.WRITTEN_OUT.items() if each[COMPLEX]},
 }
 
 

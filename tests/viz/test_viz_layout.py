@@ -111,11 +111,27 @@ def test_the_whole_net_has_regions_as_scopes_and_loses_nothing():
     assert max(map(len, children.values())) <= 24
 
 
+def test_parts_are_called_by_the_layer_that_begins_them():
+    """Steps go with the layer before them. An attention is a layer of its own, and so is what follows the last name."""
+
+    def block(params, x_BxTxD):
+        q, k, v = (jnp.reshape(x_BxTxD @ params[name], (2, 8, 2, 4)) for name in ("wq", "wk", "wv"))
+        attended = jnp.reshape(jax.nn.dot_product_attention(q, k, v), (2, 8, 8))
+        x_BxTxD = x_BxTxD + attended @ params["wo"]
+        hidden = jax.nn.silu(x_BxTxD @ params["gate"]) * (x_BxTxD @ params["up"])
+        return jnp.mean(x_BxTxD + hidden @ params["down"], 1)
+
+    params = {name: m.Spec((8, 8), m.f32) for name in ("wq", "wk", "wv", "wo", "gate", "up", "down")}
+    graph = check(viz.trace(block, params, m.Spec((2, 8, 8), m.f32), max_nodes=9))
+    assert [node.name for node in graph.layers] == "wq wk wv attention0 wo gate up down mean0".split()
+
+
 def test_a_gradient_closes_with_its_layers():
     fn, args = m.network("gradient")
     graph = check(viz.trace(fn, *args, max_nodes=6))
     names = [node.name for node in graph.layers]
-    assert names == ["conv1-2", "dense1-2", "dense1-2 (backward)", "conv1-2 (backward)"]
+    layers = ["conv1-2", "dense1-2", "loss0"]
+    assert names == [*layers, *(f"{name} (backward)" for name in layers[::-1])]
 
 
 def deep(params, x):

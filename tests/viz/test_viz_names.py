@@ -1,6 +1,7 @@
 """Names and clusters as authors wrote them, state and constants apart from parameters, what is no array."""
 
 import functools
+import re
 
 import equinox as eqx
 import flax.linen as nn
@@ -513,9 +514,10 @@ def _linen_stack(depth):
 def test_no_frame_has_the_name_of_a_collection_or_an_argument():
     """What the layers of a part share is read from their modules, not from the printed name of a parameter."""
     closed = viz.trace(*_linen_stack(30), max_nodes=10)
-    assert [node.name for node in closed.layers] == ["Conv_0-9", "Conv_10-19", "Conv_20-29"]
+    ranges = [re.fullmatch(r"Conv_(\d+)-(\d+)", node.name) for node in closed.layers]
+    assert [n for found in ranges for n in range(int(found[1]), int(found[2]) + 1)] == list(range(30))
     shown = {part for node in viz.plot_network(*_linen_stack(30)).whole().nodes for part in (*node.scope, node.op)}
-    assert "Conv_0-9" in shown
+    assert any(re.fullmatch(r"Conv_0-\d+", part) for part in shown)
     assert not [part for part in shown if "params" in part or "variables" in part]
 
 

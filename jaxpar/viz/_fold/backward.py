@@ -6,8 +6,6 @@ times, as in a loop over layers, what the equation reads tells which time it was
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from .._graph import BACKWARD
 from .._read.raw import Eqn, Raw
 from .._read.source import ANONYMOUS, Frame
@@ -42,16 +40,22 @@ def fold_backward(cells: Cells) -> None:
 
 def _targets(cells: Cells) -> dict[int, Cell]:
     """The layer of each backward equation that has one, by its id."""
+    # The forward cells at each place of the program, and at each place of the user's code.
+    layers: dict[int, list[Cell]] = {}
+    near: dict[tuple[int, ...], list[Cell]] = {}
+    for cell in cells:
+        for eqn in (eqn for eqn in cells.eqns(cell) if not eqn.backward):
+            at_places = [layers.setdefault(position, []) for position in (eqn.position, *eqn.enclosing)]
+            for cells_at in (*at_places, near.setdefault(_users_place(eqn.stack), [])):
+                if cell not in cells_at[-1:]:
+                    cells_at.append(cell)
+
     # A gradient belongs to the innermost place around it that has layers.
-    layers, near = _places(cells)
     computed = {eqn.position for eqn in cells.raw.eqns if not (eqn.backward or eqn.view)}  # not only shown
     computed |= {position for eqn in cells.raw.eqns if not eqn.backward for position in eqn.enclosing}
-    target_of: dict[int, Cell] = {}
     several: dict[_Place, list[Eqn]] = {}
     elsewhere: list[Eqn] = []
-    for eqn in cells.raw.eqns:
-        if not eqn.backward:
-            continue
+    for eqn in (eqn for eqn in cells.raw.eqns if eqn.backward):
         around = (n for n in cells.raw.above(eqn) if n in layers and (n == eqn.position or n in computed))
         place = next(around, None)
         if place is None:
@@ -65,11 +69,18 @@ def _targets(cells: Cells) -> dict[int, Cell]:
         at_place = again if rematted and again else layers[place]  # gradients in a remat are of what it computes again
         differentiated = [cell for cell in at_place if any(eqn.tangent for eqn in cells.eqns(cell))]
         places.append((differentiated or at_place, eqns))
-    _which_times(cells, [*places, *_not_computed_again(near, elsewhere)], target_of)
+    # Gradients in a remat of layers outside of it, whose stack may lack the call of the remat.
+    outside: dict[tuple[int, ...], list[Eqn]] = {}
+    for eqn in (eqn for eqn in elsewhere if _rematted(eqn.scope)):
+        calls = _users_place(eqn.stack)
+        inner = next((calls[start:] for start in range(len(calls)) if calls[start:] in near), None)
+        if inner is not None:
+            outside.setdefault(inner, []).append(eqn)
+    target_of = _which_times(cells, [*places, *((near[place], eqns) for place, eqns in outside.items())])
+
     for eqn in elsewhere:  # the layers of the same lines of the user: one whose gradient it follows, or that is before
-        if eqn.id in target_of:
-            continue
-        if candidates := near.get(_users_place(eqn.stack)):
+        candidates = near.get(_users_place(eqn.stack))
+        if eqn.id not in target_of and candidates:
             after = _followed(cells, eqn, target_of)
             behind = [source for cell in after for source in cells.sources(cell)]
             target_of[eqn.id] = next((cell for cell in (*after, *behind) if cell in candidates), candidates[-1])
@@ -82,87 +93,48 @@ def _rematted(scope: tuple[str, ...]) -> tuple[str, ...]:
     return scope[: ends[-1]] if ends else ()
 
 
-def _not_computed_again(
-    near: dict[tuple[int, ...], list[Cell]], eqns: list[Eqn]
-) -> Iterator[tuple[list[Cell], list[Eqn]]]:
-    """The gradients in a remat of layers outside of it, whose stack may lack the call of the remat, and the layers."""
-    groups: dict[tuple[int, ...], list[Eqn]] = {}
-    for eqn in (eqn for eqn in eqns if _rematted(eqn.scope)):
-        calls = _users_place(eqn.stack)
-        inner = next((calls[start:] for start in range(len(calls)) if calls[start:] in near), None)
-        if inner is not None:
-            groups.setdefault(inner, []).append(eqn)
-    yield from ((near[place], same) for place, same in groups.items())
-
-
-def _places(cells: Cells) -> tuple[dict[int, list[Cell]], dict[tuple[int, ...], list[Cell]]]:
-    """The forward cells at each place of the program, and of the user's code."""
-    layers: dict[int, list[Cell]] = {}
-    near: dict[tuple[int, ...], list[Cell]] = {}
-    for cell in cells:
-        for eqn in cells.eqns(cell):
-            if eqn.backward:
-                continue
-            for position in (eqn.position, *eqn.enclosing):
-                cells_at = layers.setdefault(position, [])
-                if cell not in cells_at[-1:]:
-                    cells_at.append(cell)
-            cells_at = near.setdefault(_users_place(eqn.stack), [])
-            if cell not in cells_at[-1:]:
-                cells_at.append(cell)
-    return layers, near
-
-
 def _users_place(stack: tuple[Frame, ...]) -> tuple[int, ...]:
     """A place in the code outside of JAX."""
     return tuple(frame.call for frame in stack if frame.origin != "jax")
 
 
-def _which_times(cells: Cells, places: list[tuple[list[Cell], list[Eqn]]], target_of: dict[int, Cell]) -> None:
-    """Find the layer of each equation, for several layers of one place. `target_of` grows."""
-    # Equations that read one cotangent belong to one layer. A value that only one layer reads or makes tells which.
-    # Else they follow what they read: a sum that goes through all layers is of the later of two. Where nothing tells,
-    # the gradient of the last layer comes first.
+def _which_times(cells: Cells, places: list[tuple[list[Cell], list[Eqn]]]) -> dict[int, Cell]:
+    """The layer of each equation, for several layers of one place."""
+    target_of: dict[int, Cell] = {}
     waiting: list[tuple[list[Eqn], set[int], Cell]] = []
     for layers, eqns in places:
-        open_groups, ids = _vote(cells, layers, eqns, target_of), {cell.id for cell in layers}
-        decided = {cell.id for eqn in eqns if (cell := target_of.get(eqn.id)) is not None}
-        undecided = [cell for cell in layers if cell.id not in decided] or layers
-        for number, group in enumerate(open_groups):
-            waiting.append((group, ids, undecided[len(undecided) - 1 - number * len(undecided) // len(open_groups)]))
-    for group, ids, otherwise in sorted(waiting, key=lambda each: each[0][0].id):
-        target = next((cell for cell in _followed(cells, group[0], target_of) if cell.id in ids), otherwise)
+        # A value that only one of the layers reads or makes tells whose gradient the equations of a cotangent are.
+        whose: dict[int, Cell | None] = {}
+        for cell in layers:
+            made = [out for eqn in cells.eqns(cell) for out in eqn.outs]
+            for root in {*cells.inputs(cell), *made}:
+                whose[root] = cell if whose.get(root, cell) is cell else None
+        undecided: list[list[Eqn]] = []
+        for group in _by_cotangent(cells, eqns):
+            votes = [
+                cell for eqn in group for value in eqn.ins if (cell := whose.get(cells.raw.root(value))) is not None
+            ]
+            if votes:
+                target_of |= dict.fromkeys((eqn.id for eqn in group), max(votes, key=votes.count))
+            else:
+                undecided.append(group)
+        # Where no value tells, the gradient of the last layer comes first.
+        decided = {target_of[eqn.id].id for eqn in eqns if eqn.id in target_of}
+        free = [cell for cell in layers if cell.id not in decided] or layers
+        for number, group in enumerate(undecided):
+            last = free[len(free) - 1 - number * len(free) // len(undecided)]
+            waiting.append((group, {cell.id for cell in layers}, last))
+    # But first of all they follow what they read: a sum that goes through all layers is of the later of two.
+    for group, ids, last in sorted(waiting, key=lambda each: each[0][0].id):
+        target = next((cell for cell in _followed(cells, group[0], target_of) if cell.id in ids), last)
         target_of |= {eqn.id: target for eqn in group}
+    return target_of
 
 
 def _followed(cells: Cells, eqn: Eqn, target_of: dict[int, Cell]) -> list[Cell]:
     """The layers whose gradients an equation reads, the later gradients first."""
     read = {number for value in eqn.ins if (number := cells.raw.of(value).producer) is not None}
     return [target_of[number] for number in sorted(read, reverse=True) if number in target_of]
-
-
-def _vote(cells: Cells, layers: list[Cell], eqns: list[Eqn], target_of: dict[int, Cell]) -> list[list[Eqn]]:
-    """Add what values tell, by groups of equations. Returns the groups of which none tells."""
-    whose, open_groups = _own_values(cells, layers), list[list[Eqn]]()
-    for group in _by_cotangent(cells, eqns):
-        reads = (cells.raw.root(value) for eqn in group for value in eqn.ins)
-        votes = [whose[root] for root in reads if root in whose]
-        if votes:
-            best = max(votes, key=votes.count)
-            target_of |= {eqn.id: best for eqn in group}
-        else:
-            open_groups.append(group)
-    return open_groups
-
-
-def _own_values(cells: Cells, layers: list[Cell]) -> dict[int, Cell]:
-    """The values that only one of these layers reads or makes."""
-    whose: dict[int, Cell | None] = {}
-    for cell in layers:
-        made = [out for eqn in cells.eqns(cell) for out in eqn.outs]
-        for root in {*cells.inputs(cell), *made}:
-            whose[root] = cell if whose.get(root, cell) is cell else None
-    return {root: cell for root, cell in whose.items() if cell is not None}
 
 
 def _by_cotangent(cells: Cells, eqns: list[Eqn]) -> list[list[Eqn]]:

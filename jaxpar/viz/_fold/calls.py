@@ -424,8 +424,10 @@ def _is_of_leaves(cells: Cells, steps: list[list[Cell]]) -> bool:
     gradient: some parameters are frozen, or have none. Where fewer do, nothing may read two of them.
     """
     arrays_of = [_arrays(cells, step) for step in steps]
+    whose = {cell.id: number for number, step in enumerate(steps) for cell in step}
+    read = ((n, source.id) for n, step in enumerate(steps) for cell in step for source in cells.sources(cell))
     shared = sum(map(len, arrays_of)) > len(set[int]().union(*arrays_of))
-    if shared or _reads_another(cells, steps):
+    if shared or any(whose.get(source, number) != number for number, source in read):  # one reads another
         return False
     no_gradient = [arrays for arrays in arrays_of if arrays.isdisjoint(cells.after_gradient)]
     if 2 * len(no_gradient) < len(arrays_of):
@@ -433,13 +435,6 @@ def _is_of_leaves(cells: Cells, steps: list[list[Cell]]) -> bool:
     made = [cell for arrays in no_gradient for root in arrays if (cell := cells.producer(root)) is not None]
     of_layers = any(cell.major and cell.op not in OPTIMIZERS for cell in made)
     return all(no_gradient) and not of_layers and not _joins(cells, steps)
-
-
-def _reads_another(cells: Cells, steps: list[list[Cell]]) -> bool:
-    """Whether one of these parts reads another one."""
-    whose = {cell.id: number for number, step in enumerate(steps) for cell in step}
-    read = ((n, source.id) for n, step in enumerate(steps) for cell in step for source in cells.sources(cell))
-    return any(whose.get(source, number) != number for number, source in read)
 
 
 def _arrays(cells: Cells, step: list[Cell]) -> set[int]:

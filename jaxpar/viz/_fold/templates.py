@@ -178,22 +178,21 @@ def _fold_at(cells: Cells, pattern: Pattern, template: _Template, end: int) -> F
             f"viz: each result of the function of viz.Pattern {pattern.op!r} must be a step to its first one"
         )
     outs = {fit.values[out] for out in template.outs}
-    # First with the equations that only take its arrays apart, then without them.
-    for eqns in (fit.eqns | _parts_for(cells, arrays, fit.eqns), fit.eqns):
+    # First with the equations that only take its arrays apart, for it alone, then without them.
+    made = (maker(cells, value) for value in arrays)
+    taken_apart = {
+        eqn.id: eqn
+        for eqn in made
+        if eqn is not None
+        and eqn.prim in _PARTS
+        and all(user.id in fit.eqns for out in eqn.outs for user in readers(cells, out))
+    }
+    for eqns in (fit.eqns | taken_apart, fit.eqns):
         steps = list(eqns.values())
         members = owners(cells, steps, ("Activation",))
         if members is not None and loose_ends(cells, steps) <= outs and is_convex(cells, steps):
             return Fold(members, pattern.op, pattern.detail)
     return None
-
-
-def _parts_for(cells: Cells, arrays: Sequence[int], eqns: dict[int, Eqn]) -> dict[int, Eqn]:
-    """The equations that take arrays apart for these equations alone."""
-    made = (maker(cells, value) for value in arrays)
-    taken_apart = {eqn.id: eqn for eqn in made if eqn is not None and eqn.prim in _PARTS}
-    return {
-        n: e for n, e in taken_apart.items() if all(user.id in eqns for out in e.outs for user in readers(cells, out))
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,14 +348,13 @@ def _pattern_of(cells: Cells, patterns: Sequence[Pattern], value: int, end: int,
         literals = [each.real for eqn in eqns for at in eqn.ins if (each := constant(cells, at)) and each.real]
         literals += [1 / each for each in literals]
         numbers = tuple(sorted({*literals, *(-each for each in literals)}))
-        fits = (p for p in patterns if _has_values(y, _values(p, numbers if _template_of(p).numbers else ())))
-        is_plain = any(np.allclose(y, plain) for plain in (_X, abs(_X)))  # a leaky ReLU of slope 1 or -1
-        return None if is_plain else next(fits, None)
-
-
-def _has_values(y: np.ndarray, rows: np.ndarray) -> bool:
-    """Whether one of these rows of values is this one, as far as numbers of 8 bits tell."""
-    return bool((np.abs(rows - y) <= 1e-3 + 1e-2 * np.abs(rows)).all(-1).any())
+        if any(np.allclose(y, plain) for plain in (_X, abs(_X))):  # a leaky ReLU of slope 1 or -1
+            return None
+        for pattern in patterns:
+            rows = _values(pattern, numbers if _template_of(pattern).numbers else ())
+            if (np.abs(rows - y) <= 1e-3 + 1e-2 * np.abs(rows)).all(-1).any():  # as far as numbers of 8 bits tell
+                return pattern
+        return None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -370,18 +368,14 @@ def _values(pattern: Pattern, numbers: tuple[float, ...]) -> np.ndarray:
 
 def _computed(raw: Raw, value: int, values: dict[int, Any]) -> Any:
     """What a value is, given others. None where it cannot be told."""
-    if value not in values:
-        shown = raw.values[value]
-        if shown.kind == "literal":
-            values[value] = None if shown.literal is None else np.asarray(shown.literal, np.float64)
-        else:
-            values[value] = None if shown.producer is None else _result(raw, raw.eqns[shown.producer], values)
+    if value in values:
+        return values[value]
+    shown, values[value] = raw.values[value], None
+    if shown.kind == "literal":
+        values[value] = None if shown.literal is None else np.asarray(shown.literal, np.float64)
+    elif shown.producer is not None and (eqn := raw.eqns[shown.producer]).prim in _COMPUTED:
+        operands = [_computed(raw, raw.root(operand), values) for operand in eqn.ins]
+        if all(operand is not None for operand in operands):
+            operands += [eqn.params["y"]] if eqn.prim == "integer_pow" else []
+            values[value] = np.asarray(_COMPUTED[eqn.prim](*operands), np.float64)
     return values[value]
-
-
-def _result(raw: Raw, eqn: Eqn, values: dict[int, Any]) -> Any:
-    operands = [_computed(raw, raw.root(operand), values) for operand in eqn.ins]
-    if eqn.prim not in _COMPUTED or any(operand is None for operand in operands):
-        return None
-    operands += [eqn.params["y"]] if eqn.prim == "integer_pow" else []
-    return np.asarray(_COMPUTED[eqn.prim](*operands), np.float64)

@@ -18,7 +18,7 @@ from .._read.raw import Eqn, Raw
 from .._read.source import describe
 from .._searches import order, reach
 from .modules import fill_modules, number_calls, set_paths, set_scopes
-from .net import Draft, Net
+from .net import Draft, Net, output_bytes
 
 
 def build(cells: Cells) -> Net:
@@ -193,25 +193,21 @@ _TRAINED = _NORMS | {"FullyConnected", "Convolution", "Deconvolution", "Embeddin
 
 def demote_constants(cells: Cells) -> bool:
     """Make constants of captured arrays that no layer reads as its weights. Whether there are such."""
-    constants = [
-        cells.raw.values[root]
-        for root, readers in _cells_reading(cells).items()
-        if cells.raw.values[root].captured and not any(_is_weight_of(cells, cell, root) for cell in readers)
-    ]
-    constants = [value for value in constants if value.kind == "weight"]
-    for value in constants:
-        value.kind = "const"
-    return bool(constants)
-
-
-def _is_weight_of(cells: Cells, cell: Cell, root: int) -> bool:
-    """Whether a cell reads an array as its weights. An attention also reads masks."""
-    if _kind(cell) != "Attention":
-        return _kind(cell) in _TRAINED
-    return any(
-        eqn.prim == "dot_general" and any(cells.raw.root(value) == root for value in eqn.ins)
-        for eqn in cells.eqns(cell)
-    )
+    demoted = False
+    for root, readers in _cells_reading(cells).items():
+        value = cells.raw.values[root]
+        if not (value.captured and value.kind == "weight"):
+            continue
+        # An attention also reads masks: its weights are in a product.
+        is_weight = any(
+            any(eqn.prim == "dot_general" and root in map(cells.raw.root, eqn.ins) for eqn in cells.eqns(cell))
+            if _kind(cell) == "Attention"
+            else _kind(cell) in _TRAINED
+            for cell in readers
+        )
+        if not is_weight:
+            value.kind, demoted = "const", True
+    return demoted
 
 
 def _cells_reading(cells: Cells) -> dict[int, list[Cell]]:
@@ -225,29 +221,23 @@ def _cells_reading(cells: Cells) -> dict[int, list[Cell]]:
 
 def mark_state(cells: Cells) -> None:
     """Make state of an argument that normalizations read, where each array has one value a channel."""
-    readers = _cells_reading(cells)
+    raw, readers = cells.raw, _cells_reading(cells)
     groups: dict[str, list[int]] = {}
     for root in readers:
-        value = cells.raw.values[root]
-        if value.kind == "input" and value.group:
-            groups.setdefault(value.group, []).append(root)
+        if raw.values[root].kind == "input" and raw.values[root].group:
+            groups.setdefault(raw.values[root].group, []).append(root)
     for roots in groups.values():
-        if all(_is_statistic(cells, root, readers[root]) for root in roots):
+        shapes = [raw.values[root].shape for root in roots]
+        are_flat = all(max(shape, default=1) == math.prod(shape) for shape in shapes)
+        # Only normalizations read them, each of what has more axes than the one of its channels.
+        norms = {cell for root in roots for cell in readers[root]}
+        if are_flat and all(_kind(c) in _NORMS and len(raw.values[cells.output(c)].shape) > 1 for c in norms):
             for root in roots:
-                cells.raw.values[root].kind, cells.raw.values[root].state = "weight", True
+                raw.values[root].kind, raw.values[root].state = "weight", True
 
 
 def _kind(cell: Cell) -> str:
     return cell.op.removesuffix(BACKWARD)
-
-
-def _is_statistic(cells: Cells, root: int, readers: list[Cell]) -> bool:
-    """Whether only normalizations read an array, and it has one value a channel of what they normalize."""
-    shape = cells.raw.values[root].shape
-    flat = max(shape, default=1) == math.prod(shape)
-    return flat and all(
-        _kind(cell) in _NORMS and len(cells.raw.values[cells.output(cell)].shape) > 1 for cell in readers
-    )
 
 
 def set_sizes(net: Net) -> None:
@@ -265,8 +255,8 @@ def set_sizes(net: Net) -> None:
         params=_bytes(raw, params),
         inputs=_bytes(raw, set(numbers["input"]) - loose),
         optimizer=_bytes(raw, loose - state - params),
-        forward=sum(_output(net, draft) for draft in net.layers if not draft.op.endswith(BACKWARD)),
-        backward=sum(_output(net, draft) for draft in net.layers if draft.op.endswith(BACKWARD)),
+        forward=sum(output_bytes(net, draft) for draft in net.layers if not draft.op.endswith(BACKWARD)),
+        backward=sum(output_bytes(net, draft) for draft in net.layers if draft.op.endswith(BACKWARD)),
         trained=frozenset(raw.values[weight].name for weight in trained(raw, params)),
         unused=sum(math.prod(value.shape) for value in unused if not (value.captured or value.state)),
         state=_bytes(raw, state),
@@ -343,12 +333,6 @@ def _read_by_optimizer(net: Net) -> set[int]:
     for draft in net.drafts:
         read[draft.at in reached] |= {draft.value} if draft.op == "input" else set(draft.weights)
     return read[False] - read[True] if gradients else set()
-
-
-def _output(net: Net, draft: Draft) -> int:
-    """Bytes of the output of a layer, in each turn of the loops around it."""
-    turns = math.prod(scope.times or 1 for scope in draft.scope if scope.is_region)
-    return net.raw.values[draft.value].bytes * turns
 
 
 def _bytes(raw: Raw, numbers: set[int]) -> int:

@@ -1,8 +1,8 @@
-"""Large graphs made small: deep scopes close first, then parts with one way in and one way out, then whole stretches.
+"""Large graphs made small: deep scopes close first, then parts of scopes, then whole stretches.
 
-The items of a scope, layers and scopes, are in an order in which they can be computed. Where only one value is needed
-on both sides of a place, the sequence is cut there: that value dominates all that follows. What a part does beside each
-other is divided again.
+The items of a scope, layers and scopes, are in an order in which they can be computed. Neighbours whose names begin
+alike are a part. Without such names the items are cut where only one value is needed on both sides: it dominates all
+that follows.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 from .._graph import BACKWARD
 from .._scopes import Path, Scope, paths_of, unique
-from .._searches import circles, connected
+from .._searches import circles
 from .net import Draft, Net, name_kinds, shared_name, shared_scope
 
 _Closing = tuple[tuple[Path, bool], list[Draft]]  # the scope that closes, whether these are gradients, and drafts of it
-_EDGES, _FEW = 4, 20  # edges for each layer, and layers from which that matters
 MOST = 24  # children of a scope that a person can overlook
 FEW_BOXES = 8  # in a picture, below which single blocks are opened
 
@@ -91,9 +91,13 @@ def _sum(group: list[Draft], op: str, scope: Path) -> Draft:
 
 def limit_nodes(net: Net, most: int) -> None:
     """Close until at most `most` layers are left."""
-    close_until(net, lambda net: not _is_too_much(net, most), room=min(MOST, most))
+    close_until(net, lambda net: len(net.layers) <= most, room=min(MOST, most))
     if len(net.layers) > most:
-        _cut(net, most)
+        # Merge neighbours, whatever they are. Only gradients that no layer owns come here, or very few nodes.
+        ordered = [draft for draft in net.ordered() if draft.op != "input"]
+        cuts = [number * len(ordered) // most for number in range(most + 1)]
+        stretches = [ordered[start:end] for start, end in pairwise(cuts) if end - start > 1]
+        net.merge([(stretch, _sum(stretch, name_part(items_of(stretch, 0)), ())) for stretch in stretches])
 
 
 def close_until(net: Net, fits: Callable[[Net], bool], *, room: int = MOST, few: int = 0) -> None:
@@ -104,20 +108,19 @@ def close_until(net: Net, fits: Callable[[Net], bool], *, room: int = MOST, few:
     """
     if fits(net):
         return
-    # First the scopes as they are. Then parts with one way in and one way out are scopes too. They hold fewer items
-    # each, as long as nothing fits, the boxes are few, or one of them stands for most of the net.
+    # First the scopes as they are. Then their parts are scopes too, with fewer items each as long as nothing fits, the
+    # boxes are few, or one of them stands for most of the net.
     count = sum(draft.layers for draft in net.layers)
     best, divided = None, net.copy()
-    ways = (True, False) if few else (True,)  # by whole levels, or only the largest blocks
     for most in (None, *(room >> halved for halved in range(room.bit_length() - 1))):
         if most is not None:
             add_parts(divided, most)
-        closed = min((_opened(divided, fits, few, by_level) for by_level in ways), key=_most_hidden)
+        closed = _opened(divided, fits, few)
         if fits(closed) and (best is None or _most_hidden(closed) < _most_hidden(best)):
             best = closed
         if best is not None and _boxes(best) >= few and (not few or 2 * _most_hidden(best)[0] <= count):
             break
-    best = best or _opened(divided, fits, few, by_level=True)
+    best = best or _opened(divided, fits, few)
     net.drafts, net.edges, net.carries = best.drafts, best.edges, best.carries
     # An open part has no frame: its name says what is in it, which is seen. What is inside is in the scope around.
     for draft in net.drafts:
@@ -129,7 +132,7 @@ def _without_parts(scope: Path) -> Path:
     return tuple(part for part in scope if part.kind != "part" or part.times is not None)
 
 
-def _opened(net: Net, fits: Callable[[Net], bool], few: int, by_level: bool) -> Net:
+def _opened(net: Net, fits: Callable[[Net], bool], few: int) -> Net:
     """A net with as many open levels of scopes as fit, or none, and then the largest blocks while boxes are few."""
 
     def closed(is_open: Container[Path]) -> Net:
@@ -137,8 +140,8 @@ def _opened(net: Net, fits: Callable[[Net], bool], few: int, by_level: bool) -> 
         _close(copy, is_open)
         return copy
 
-    is_open, paths = _outermost(net), _paths(net)
-    for level in range(1 + len(is_open), 1 + max(map(len, paths), default=0)) if by_level else ():
+    is_open, paths = set(paths_of(shared_scope(net.layers))), _paths(net)
+    for level in range(1 + len(is_open), 1 + max(map(len, paths), default=0)):
         more = is_open | {path for path in paths if len(path) == level}
         if not fits(closed(more)):
             break
@@ -166,26 +169,6 @@ def _most_hidden(net: Net) -> tuple[int, int]:
     return max((draft.layers for draft in net.layers), default=0), -len(net.layers)
 
 
-def _outermost(net: Net) -> set[Path]:
-    """The scopes around everything."""
-    return set(paths_of(shared_scope(net.layers)))
-
-
-def _is_too_much(net: Net, most: int) -> bool:
-    """Whether there are more layers than `most`, or too many edges for a picture of them."""
-    edges = {(source, target) for source, target, _ in net.edges}
-    return len(net.layers) > most or len(edges) > _EDGES * max(_FEW, len(net.layers))
-
-
-def _cut(net: Net, most: int) -> None:
-    """Merge neighbours, whatever they are. Only gradients that no layer owns come here, or very few nodes."""
-    ordered = [draft for draft in net.ordered() if draft.op != "input"]
-    cuts = [number * len(ordered) // most for number in range(most + 1)]
-    stretches = [ordered[start:end] for start, end in itertools.pairwise(cuts) if end - start > 1]
-    groups = ((stretch, name_part(items_of(net, stretch, 0))) for stretch in stretches)
-    net.merge([(stretch, _sum(stretch, name, ())) for stretch, name in groups])
-
-
 @dataclass(slots=True)
 class Item:
     """A layer or a scope."""
@@ -194,7 +177,6 @@ class Item:
     scope: Path | None  # of a scope, its path. None for a layer.
     kind: str  # of layer or of scope, without numbers
     name: str  # its own, without the modules around it. Empty where nothing names it.
-    shape: tuple[int, ...]  # of its last layer
 
     @property
     def flops(self) -> int:
@@ -202,21 +184,21 @@ class Item:
         return sum(draft.flops for draft in self.drafts)
 
 
-def items_of(net: Net, drafts: list[Draft], depth: int) -> list[Item]:
+def items_of(drafts: list[Draft], depth: int) -> list[Item]:
     """The items in a scope of this depth, in the order of their first layers."""
     groups: dict[object, list[Draft]] = {}
     for draft in drafts:
         key: object = draft.scope[: depth + 1] if len(draft.scope) > depth else draft.at
         groups.setdefault(key, []).append(draft)
-    return [_item(net, group, depth) for group in groups.values()]
-
-
-def _item(net: Net, group: list[Draft], depth: int) -> Item:
-    first, shape = group[0], net.raw.values[group[-1].value].shape
-    if len(first.scope) > depth:
-        scope = first.scope[depth]
-        return Item(group, first.scope[: depth + 1], scope.stem, scope, shape)
-    return Item(group, None, first.op, first.name or "".join(first.layer.path[-1:]), shape)
+    items: list[Item] = []
+    for group in groups.values():
+        first = group[0]
+        if len(first.scope) > depth:
+            scope = first.scope[depth]
+            items.append(Item(group, first.scope[: depth + 1], scope.stem, scope))
+        else:
+            items.append(Item(group, None, first.op, first.name or "".join(first.layer.path[-1:])))
+    return items
 
 
 def wires_of(items: list[Item], sources: dict[int, set[int]]) -> tuple[list[Item], list[set[int]]]:
@@ -236,7 +218,7 @@ def wires_of(items: list[Item], sources: dict[int, set[int]]) -> tuple[list[Item
             joined.append(item)
         else:
             before = joined[-1]
-            joined[-1] = Item(before.drafts + item.drafts, None, before.kind, before.name, item.shape)
+            joined[-1] = Item(before.drafts + item.drafts, None, before.kind, before.name)
         into[number] = len(joined) - 1
         end = max(end, last[number])
     wires: list[set[int]] = [set() for _ in joined]
@@ -247,147 +229,78 @@ def wires_of(items: list[Item], sources: dict[int, set[int]]) -> tuple[list[Item
 
 Part: TypeAlias = "int | list[Part]"  # the number of an item, or a part
 _LEAST_CUT = 0.95  # of all items, in the largest section
-_NAMED = 3  # groups of one name, from which names tell more than edges
 _WORDS = re.compile(r"[A-Za-z]+|\d+")
-_Wires = list[set[int]]  # the items that each one reads
+_NO_STEPS = frozenset("Attention GRU LSTM MatMul RoPE SelectiveScan".split())  # layers, though without params
 
 
-class _Divider:
-    """Makes nested parts of items, at most about `most` on each level."""
+def _divide(items: list[Item], wires: list[set[int]], numbers: list[int], most: int) -> list[Part]:
+    """Nested parts of these items, at most `most` on each level: by their names, else where one value crosses."""
+    if len(numbers) <= most:
+        return list(numbers)
+    groups = _by_names(items, wires, numbers, most) or _sections(items, wires, numbers)
+    parts = [group[0] if len(group) == 1 else _divide(items, wires, group, most) for group in groups]
+    while len(parts) > most:  # neighbours together, about as many in each part as there are parts
+        count = math.ceil(len(parts) ** (1 / math.ceil(math.log(len(parts), most))))
+        cuts = [number * len(parts) // count for number in range(count + 1)]
+        parts = [parts[start:end] for start, end in pairwise(cuts)]
+    return parts
 
-    def __init__(self, items: list[Item], wires: _Wires, most: int) -> None:
-        self.items = items
-        self.wires = wires
-        self.most = max(2, most)
-        self.words = [tuple(_WORDS.findall(item.name)) for item in items]
 
-    def divide(self, numbers: list[int]) -> list[Part]:
-        """The parts of these items."""
-        if len(numbers) <= self.most:
-            return list(numbers)
-        sections = self._sections(numbers)
-        return self._divide_block(numbers) if len(sections) == 1 else self._divide_row(sections)
+def _by_names(items: list[Item], wires: list[set[int]], numbers: list[int], most: int) -> list[list[int]] | None:
+    """Neighbours whose names begin with the same words, the longest that are few enough. None if that is no help.
 
-    def _divide_row(self, sections: list[list[int]]) -> list[Part]:
-        """The parts of sections that follow each other."""
-        parts = self._join_runs(self._with_activations(sections))
-        if len(parts) > 1:
-            return self.coarsen(parts)
-        return parts if isinstance(parts[0], int) else parts[0]
+    A step without a name goes with the items before it. Behind the last name that ends where one only reads another
+    one. An attention without a name is no step of the layer before it.
+    """
+    named = [at for at, number in enumerate(numbers) if items[number].name]
+    if not named:
+        return None
+    best, words = None, list[tuple[str, ...]]()  # ("conv", "2", "block", "1")
+    for item in (items[number] for number in numbers):
+        words.append(tuple(_WORDS.findall(item.name or (item.kind if item.kind in _NO_STEPS else ""))))
+    end = named[-1] + 1
+    while end < len(words) and (len(wires[numbers[end]]) > 1 or items[numbers[end]].kind == "Activation"):
+        end += 1
+    words[end:] = [("behind all names",)] * len(words[end:])
+    for length in range(1, 1 + min(6, max(map(len, words)))):
+        groups, last = list[list[int]](), tuple[str, ...]()
+        for number, key in zip(numbers, (words_of[:length] for words_of in words), strict=True):
+            if groups and (not key or not last or key == last):
+                groups[-1].append(number)
+            else:
+                groups.append([number])
+            last = key or last
+        if 1 < len(groups) <= most:
+            best = groups
+    return best
 
-    def _divide_block(self, numbers: list[int]) -> list[Part]:
-        """The parts between the only way in and the only way out: its branches, or else the sections inside."""
-        if len(numbers) <= self.most:
-            return list(numbers)
-        inside, join = numbers[:-1], numbers[-1]
-        members = set(inside)
-        branches = connected(inside, ((n, source) for n in inside for source in self.wires[n] & members))
-        if len(branches) > 1:
-            parts: list[Part] = [branch[0] if len(branch) == 1 else self.divide(branch) for branch in branches]
-            return self.coarsen([*parts, join])
-        if len(self._by_names([*numbers]) or ()) < _NAMED:
-            if len(sections := self._sections(inside)) > 1:
-                return [*self._divide_row(sections), join]
-            if len(sections := self._sections(numbers, ignore_far=True)) > 1:
-                return self._divide_row(sections)
-        return self.coarsen([*numbers])
 
-    def _sections(self, numbers: list[int], ignore_far: bool = False) -> list[list[int]]:
-        """The items, cut where at most one value crosses. One section, if next to nothing can be cut off.
-
-        With `ignore_far`, values do not count that items in more than half of the row read, such as a mask.
-        """
-        place = {number: at for at, number in enumerate(numbers)}
-        last, readers = [-1] * len(numbers), [0] * len(numbers)
-        for at, number in enumerate(numbers):
-            for source in self.wires[number]:
-                if source in place:
-                    last[place[source]] = at
-                    readers[place[source]] += 1
-            # How many values cross each place: one more behind where a value is made, one less behind its last reader.
+def _sections(items: list[Item], wires: list[set[int]], numbers: list[int]) -> list[list[int]]:
+    """The items, cut where at most one value crosses. Each by itself, if next to nothing can be cut off so."""
+    place = {number: at for at, number in enumerate(numbers)}
+    last, readers = [-1] * len(numbers), [0] * len(numbers)
+    for at, number in enumerate(numbers):
+        for source in wires[number] & place.keys():
+            last[place[source]] = at
+            readers[place[source]] += 1
+    for ignore_far in (False, True):  # then without values that are read all along, such as a mask
+        # How many values cross each place: one more behind where a value is made, one less behind its last reader.
         change = [0] * (len(numbers) + 1)
         for at, end in enumerate(last):
-            far = ignore_far and readers[at] > 2 and 2 * (end - at) > len(numbers)
-            if end > at and not far:
+            is_far = readers[at] > 2 and 2 * (end - at) > len(numbers)
+            if end > at and not (ignore_far and is_far):
                 change[at] += 1
                 change[end] -= 1
-        crossing = list(itertools.accumulate(change))
-        sections: list[list[int]] = [[]]
+        crossing, sections = list(itertools.accumulate(change)), list[list[int]]()
         for at, number in enumerate(numbers):
-            sections[-1].append(number)
-            if crossing[at] <= 1 and at + 1 < len(numbers):
+            # An activation right after branches meet is part of their block.
+            ends_block = items[number].kind == "Activation" and crossing[at] <= 1 and sections and len(sections[-1]) > 1
+            if at == 0 or (crossing[at - 1] <= 1 and not ends_block):
                 sections.append([])
-        useful = max(map(len, sections)) <= _LEAST_CUT * len(numbers)
-        return sections if useful else [numbers]
-
-    def _with_activations(self, sections: list[list[int]]) -> list[list[int]]:
-        """An activation right after branches meet is part of their block."""
-        joined: list[list[int]] = []
-        for section in sections:
-            alone = len(section) == 1 and self.items[section[0]].kind == "Activation"
-            if alone and joined and len(joined[-1]) > 1:
-                joined[-1].append(section[0])
-            else:
-                joined.append(section)
-        return joined
-
-    def _join_runs(self, sections: list[list[int]]) -> list[Part]:
-        """Blocks, and what is in a row between two blocks as one part."""
-        if all(len(section) == 1 for section in sections):
-            return [number for section in sections for number in section]
-        parts: list[Part] = []
-        for single, group in itertools.groupby(sections, lambda section: len(section) == 1):
-            group = list(group)
-            if not single:
-                parts += [self._divide_block(section) for section in group]
-            elif len(group) == 1:
-                parts.append(group[0][0])
-            else:
-                parts.append(self.coarsen([section[0] for section in group]))
-        return parts
-
-    def coarsen(self, parts: list[Part]) -> list[Part]:
-        """At most `most` parts: grouped by their names, else by their shapes, else by their number."""
-        if len(parts) <= self.most:
-            return parts
-        shapes = [self.items[_numbers(part)[-1]].shape for part in parts]
-        groups = self._by_names(parts) or self._by(parts, shapes) or self._evenly(parts)
-        return [group[0] if len(group) == 1 else self._again(group) for group in groups]
-
-    def _again(self, parts: list[Part]) -> list[Part]:
-        numbers = [part for part in parts if isinstance(part, int)]
-        return self.divide(numbers) if len(numbers) == len(parts) else self.coarsen(parts)
-
-    def _by_names(self, parts: list[Part]) -> list[list[Part]] | None:
-        """Neighbours whose parameters begin with the same words. The longest names that are few enough."""
-        best, words = None, list[tuple[str, ...]]()  # of the first name in each part: ("conv", "2", "block", "1")
-        for part in parts:
-            words.append(next((words_of for number in _numbers(part) if (words_of := self.words[number])), ()))
-        for length in range(1, 1 + min(6, max(map(len, words), default=0))):
-            groups = self._by(parts, [words_of[:length] or None for words_of in words])
-            if groups is not None:
-                best = groups
-        return best
-
-    def _by(self, parts: list[Part], keys: Sequence[object]) -> list[list[Part]] | None:
-        """Neighbours with the same key. None if that is no help. What has no key goes with items before it."""
-        groups: list[list[Part]] = []
-        last: object = None
-        for part, new in zip(parts, keys, strict=True):
-            if new is None and groups and not isinstance(groups[-1][-1], int):
-                new = "after a part"
-            if groups and (new is None or last is None or new == last):
-                groups[-1].append(part)
-            else:
-                groups.append([part])
-            last = last if new is None else new
-        return groups if 1 < len(groups) <= self.most else None
-
-    def _evenly(self, parts: list[Part]) -> list[list[Part]]:
-        levels = math.ceil(math.log(len(parts)) / math.log(self.most))
-        count = math.ceil(len(parts) ** (1 / levels))
-        cuts = [part * len(parts) // count for part in range(count + 1)]
-        return [parts[start:end] for start, end in itertools.pairwise(cuts)]
+            sections[-1].append(number)
+        if max(map(len, sections)) <= _LEAST_CUT * len(numbers):
+            return sections
+    return [[number] for number in numbers]
 
 
 def _numbers(part: Part) -> list[int]:
@@ -403,7 +316,7 @@ def add_parts(net: Net, most: int = MOST) -> None:
     """Give each scope that holds more than `most` layers or scopes parts inside, which are scopes like any other."""
     forward = [draft for draft in net.layers if draft.forward is None and not draft.op.endswith(BACKWARD)]
     sources, inserts = net.sources(), _Inserts()
-    _add_in_scope(net, sources, forward, (), most, inserts)
+    _add_in_scope(sources, forward, (), most, inserts)
     renamed: dict[Path, Path] = {}
     for draft in net.drafts:
         parts = sorted(inserts.get(draft.layer.at, ()), reverse=True)
@@ -423,22 +336,20 @@ def _inserted(scope: Path, inserts: list[tuple[int, Path]], deepest: int) -> Pat
     return scope
 
 
-def _add_in_scope(
-    net: Net, sources: dict[int, set[int]], drafts: list[Draft], scope: Path, most: int, inserts: _Inserts
-) -> None:
+def _add_in_scope(sources: dict[int, set[int]], drafts: list[Draft], scope: Path, most: int, inserts: _Inserts) -> None:
     """Find the parts directly inside a scope, and those in the scopes inside it."""
-    items = items_of(net, drafts, len(scope))
+    items = items_of(drafts, len(scope))
     for item in items:
         if item.scope is not None:
-            _add_in_scope(net, sources, item.drafts, item.scope, most, inserts)
+            _add_in_scope(sources, item.drafts, item.scope, most, inserts)
     if len(items) > most:
         items, wires = wires_of(items, sources)
-        parts = _Divider(items, wires, most).divide(list(range(len(items))))
-        _name_parts(net, items, parts, (), len(scope), inserts, set())
+        parts = _divide(items, wires, list(range(len(items))), max(2, most))
+        _name_parts(items, parts, (), len(scope), inserts, set())
 
 
 def _name_parts(
-    net: Net, items: list[Item], parts: list[Part], path: Path, depth: int, inserts: _Inserts, taken: set[Scope]
+    items: list[Item], parts: list[Part], path: Path, depth: int, inserts: _Inserts, taken: set[Scope]
 ) -> None:
     """Write the path of its parts on each draft."""
     for part in parts:
@@ -448,21 +359,16 @@ def _name_parts(
             continue
         inside = [items[number] for number in _numbers(part)]
         name = name_part(inside)
-        if (scope := _only_scope(inside, name)) is not None:
+        # The scope of this name, where it is the only one and no layer beside it has params, is not framed twice.
+        scopes = [item for item in inside if item.scope is not None]
+        if len(scopes) == 1 and scopes[0].name == name and not any(i.name for i in inside if i.scope is None):
             for draft in (draft for item in inside for draft in item.drafts):
-                added = path if draft in scope.drafts else (*path, name)
+                added = path if draft in scopes[0].drafts else (*path, name)
                 inserts.setdefault(draft.at, []).append((depth, added))
             continue
         name = unique(name, taken.__contains__)
         taken.add(name)
-        _name_parts(net, items, part, (*path, name), depth, inserts, {name})
-
-
-def _only_scope(items: list[Item], name: Scope) -> Item | None:
-    """The scope of this name, where it is the only one and no layer beside it has parameters. They belong to it."""
-    scopes = [item for item in items if item.scope is not None]
-    has_named_layers = any(item.name for item in items if item.scope is None)
-    return scopes[0] if len(scopes) == 1 and scopes[0].name == name and not has_named_layers else None
+        _name_parts(items, part, (*path, name), depth, inserts, {name})
 
 
 def name_part(items: Sequence[Item]) -> Scope:

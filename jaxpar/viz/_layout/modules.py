@@ -8,13 +8,14 @@ call is of which module is known from the parameters that are read in it.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .._fold.cells import Cell, Cells, after_gradients
 from .._read.bind import RANDOM
 from .._read.source import Frame
-from .._scopes import Path, Scope, common_prefix, main_prefix
+from .._scopes import Path, Scope, common_prefix, main_prefix, paths_of
 from .net import GENERIC, Draft, Net, name_of_weights
 
 _Path = tuple[str, ...]  # of parameters
@@ -40,40 +41,30 @@ def find_modules(layers: Sequence[Layer]) -> bool:
         return False
     for _, group in itertools.groupby(layers, lambda layer: layer.frames[0].function if layer.frames else -1):
         inside = list(group)
-        _visit(inside, max(0, _depth_of_all(inside) - 1), [])
+        around_all = common_prefix(tuple(frame.call for frame in layer.frames) for layer in inside)
+        _visit(inside, max(0, len(around_all) - 1), [])
     return True
-
-
-def _depth_of_all(layers: list[Layer]) -> int:
-    """How many calls are around all layers."""
-    places = zip(*(layer.frames for layer in layers), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda frames: len({frame.call for frame in frames}) == 1, places))
 
 
 def _visit(layers: list[Layer], depth: int, modules: list[tuple[int, str]]) -> None:
     """Go through one call. `modules` are those around it, `depth` its place on the stack."""
     for _, group in itertools.groupby(layers, lambda layer: _place(layer, depth)):
         inside = list(group)
-        if len(inside[0].frames) <= depth + 1 or not any(layer.path for layer in inside):
-            for layer in inside:
-                layer.modules = _modules_of(layer, modules)
+        if len(inside[0].frames) > depth + 1 and any(layer.path for layer in inside):
+            for call in _calls(inside, depth + 1):
+                _visit(call, depth + 1, modules + _modules_entered(call, depth + 1, [name for _, name in modules]))
             continue
-        for call in _calls(inside, depth + 1):
-            _visit(call, depth + 1, modules + _modules_entered(call, depth + 1, [name for _, name in modules]))
+        # Where no call goes on: the modules of a layer's parameters, else those around it.
+        around = tuple(name for _, name in modules)
+        for layer in inside:
+            path = around if layer.path is None else layer.path
+            same = len(common_prefix([around, path]))
+            layer.modules = [*modules[:same], *((len(layer.frames) - 1, name) for name in path[same:])]
 
 
 def _place(layer: Layer, depth: int) -> object:
     """The call of a layer from a frame: its place there and the function. A layer of the frame itself has none."""
     return (layer.frames[depth].call, layer.frames[depth + 1].function) if len(layer.frames) > depth + 1 else None
-
-
-def _modules_of(layer: Layer, modules: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """The modules of a layer: those of its parameters, else those around it."""
-    if layer.path is None:
-        return modules
-    names = tuple(name for _, name in modules)
-    same = len(common_prefix([names, layer.path]))
-    return [*modules[:same], *((len(layer.frames) - 1, name) for name in layer.path[same:])]
 
 
 def _calls(layers: list[Layer], depth: int) -> list[list[Layer]]:
@@ -83,19 +74,16 @@ def _calls(layers: list[Layer], depth: int) -> list[list[Layer]]:
     groups = [list(group) for _, group in itertools.groupby(marks, lambda mark: mark[1])]
     if len(groups) < 2 or len({group[0][1] for group in groups}) < len(groups):
         return [layers]
-    places = [{tuple(frame.call for frame in layers[n].frames[depth:]) for n, _ in group} for group in groups]
-    if any(a.isdisjoint(b) for a, b in itertools.pairwise(places)):
+    places = [[frame.call for frame in layer.frames[depth:]] for layer in layers]
+    read_at = [{tuple(places[n]) for n, _ in group} for group in groups]
+    if any(a.isdisjoint(b) for a, b in itertools.pairwise(read_at)):
         return [layers]
-    starts = [
-        _where_lines_go_back(layers, depth, before[-1][0], after[0][0]) for before, after in itertools.pairwise(groups)
-    ]
-    return [layers[a:b] for a, b in itertools.pairwise([0, *starts, len(layers)])]
-
-
-def _where_lines_go_back(layers: list[Layer], depth: int, last: int, first: int) -> int:
-    """Where the next call begins, between the last layer of one and the first of the next: where the lines go back."""
-    places = {n: [frame.call for frame in layers[n].frames[depth:]] for n in range(last, first + 1)}
-    return next((n for n in range(last + 1, first + 1) if places[n] < places[n - 1]), first)
+    # Between the last layer of one call and the first of the next, the next begins where the lines go back.
+    starts = [0]
+    for before, after in itertools.pairwise(groups):
+        last, first = before[-1][0], after[0][0]
+        starts.append(next((n for n in range(last + 1, first + 1) if places[n] < places[n - 1]), first))
+    return [layers[a:b] for a, b in itertools.pairwise([*starts, len(layers)])]
 
 
 def _modules_entered(call: list[Layer], depth: int, around: list[str]) -> list[tuple[int, str]]:
@@ -116,47 +104,43 @@ def _modules_entered(call: list[Layer], depth: int, around: list[str]) -> list[t
 
 
 def _is_method(frame: Frame) -> bool:
-    head, _, _ = frame.name.rpartition(".")
-    return bool(head) and not head.endswith("<locals>") and "<" not in frame.name.rpartition(".")[2]
+    head, _, method = frame.name.rpartition(".")
+    return bool(head) and not head.endswith("<locals>") and "<" not in method
 
 
 def _methods(frames: Sequence[Frame]) -> int:
     """The number of modules that are called: methods, without those that a class calls of itself."""
     count, last = 0, ""
-    for frame in frames:
-        if _is_method(frame):
-            head, _, method = frame.name.rpartition(".")
-            count += head != last or method == "__call__"
-            last = head
+    for frame in filter(_is_method, frames):
+        head, _, method = frame.name.rpartition(".")
+        count += head != last or method == "__call__"
+        last = head
     return count
-
-
-def join_scopes(layers: Sequence[Layer]) -> list[Path]:
-    """The scope of each layer: its named scopes and regions, and its modules, as they are nested."""
-    common: dict[Path, tuple[int, ...]] = {}
-    for layer in layers:
-        calls = tuple(frame.function for frame in layer.frames)
-        for length in range(1, len(layer.scope) + 1):
-            key = layer.scope[:length]
-            common[key] = common_prefix([common.get(key, calls), calls])
-    return [_joined(layer, common) for layer in layers]
 
 
 _KINDS = ("eqx.nn.",)  # scopes that a library names after a class, not after what its author called it
 
 
-def _joined(layer: Layer, common: dict[Path, tuple[int, ...]]) -> Path:
-    scopes: list[Scope] = []
-    modules = list(layer.modules)
-    for number, (name, level) in enumerate(zip(layer.scope, layer.levels, strict=True)):
-        if name.startswith(_KINDS):
-            continue
-        around = level if level >= 0 else len(common[layer.scope[: number + 1]])
-        while modules and modules[0][0] < around:
-            scopes.append(Scope(modules.pop(0)[1]))
-        if name.is_region or name not in [module for _, module in layer.modules]:
-            scopes.append(name)
-    return (*scopes, *(Scope(name) for _, name in modules))
+def join_scopes(layers: Sequence[Layer]) -> list[Path]:
+    """The scope of each layer: its named scopes and regions, and its modules, as they are nested."""
+    common: dict[Path, tuple[int, ...]] = {}  # the calls around all layers of a scope
+    for layer in layers:
+        calls = tuple(frame.function for frame in layer.frames)
+        for path in paths_of(layer.scope):
+            common[path] = common_prefix([common.get(path, calls), calls])
+    joined: list[Path] = []
+    for layer in layers:
+        scopes, modules = list[Scope](), list(layer.modules)
+        for name, path, level in zip(layer.scope, paths_of(layer.scope), layer.levels, strict=True):
+            if name.startswith(_KINDS):
+                continue
+            around = level if level >= 0 else len(common[path])
+            while modules and modules[0][0] < around:
+                scopes.append(Scope(modules.pop(0)[1]))
+            if name.is_region or name not in [module for _, module in layer.modules]:
+                scopes.append(name)
+        joined.append((*scopes, *(Scope(name) for _, name in modules)))
+    return joined
 
 
 def set_scopes(cells: Cells, by_cell: dict[int, Draft]) -> bool:
@@ -240,15 +224,12 @@ _PRODUCTS = frozenset(("FullyConnected", "Convolution", "Deconvolution", "Embedd
 
 def set_paths(net: Net) -> None:
     """Write the path of each layer: its modules and its own name. A module of one layer is the layer."""
-    members: dict[Path, int] = {}
     forward = [draft for draft in net.layers if draft.forward is None]
     # What holds modules, or params that name their layers, such as the matrices of an attention, is not one layer.
     every = [value.path for value in net.raw.values if value.kind == "weight" and value.path]
     modules = {path[:depth] for path in every for depth in range(1, len(path) - 1)}
     modules |= {path[:-1] for path in every if len(path) > 1 and path[-1] not in GENERIC}
-    for draft in forward:
-        for depth in range(1, len(draft.scope) + 1):
-            members[draft.scope[:depth]] = members.get(draft.scope[:depth], 0) + 1
+    members = Counter(path for draft in forward for path in paths_of(draft.scope))
     for draft in forward:
         scope = draft.scope
         paths = {weight: path for weight in draft.weights if (path := net.raw.values[weight].path)}
@@ -261,7 +242,7 @@ def set_paths(net: Net) -> None:
         if name:
             draft.path = (*(scope_part.name for scope_part in draft.scope if not scope_part.is_region), name)
     for draft in net.layers:
-        if draft.forward is not None and draft.scope and members.get(draft.scope) == 1:
+        if draft.forward is not None and draft.scope and members[draft.scope] == 1:
             draft.scope = draft.forward.scope
 
 
@@ -288,17 +269,13 @@ def _fill(around: Path, drafts: list[Draft], sources: dict[int, list[Draft]]) ->
             for draft in run:
                 draft.scope = scope
         for draft in run:
-            if draft.scope != scope and _ends(draft, scope, sources):
+            read = sources.get(draft.at, [])
+            joins_results = len(read) > 1 and all(source.scope[: len(scope)] == scope for source in read)
+            if joins_results and not draft.weights:
                 draft.scope = scope
     for name, run in itertools.groupby(drafts, lambda draft: draft.scope[depth : depth + 1]):
         if name:
             _fill((*around, *name), list(run), sources)
-
-
-def _ends(draft: Draft, scope: Path, sources: dict[int, list[Draft]]) -> bool:
-    """Whether a layer without parameters joins several results of a call, and reads nothing else."""
-    read = sources.get(draft.at, [])
-    return not draft.weights and len(read) > 1 and all(source.scope[: len(scope)] == scope for source in read)
 
 
 def frames_of(cells: Cells, cell: Cell, plain_stacks: dict[int, tuple[Frame, ...]]) -> tuple[Frame, ...]:

@@ -144,33 +144,21 @@ def name_drafts(net: Net) -> dict[int, str]:
     """A unique name for each draft, the same for the same function."""
     names: dict[int, str] = {draft.at: draft.name for draft in net.drafts if draft.op == "input"}
     taken = set(names.values()) | {value.name for value in net.raw.values if value.kind == "weight"}
-    ends = _ends(net)
     numbers: dict[str, int] = {}
+    ends: dict[tuple[str, ...], set[tuple[str, ...]]] = {}  # the paths of layers that end alike
     for draft in net.drafts:
-        if draft.op != "input" and draft.forward is None:
-            names[draft.at] = _unique(draft.name or _short(draft, ends), _base(draft), taken, numbers)
+        for start in range(len(draft.path)):
+            ends.setdefault(draft.path[start:], set()).add(draft.path)
+    for draft in (draft for draft in net.drafts if draft.op != "input" and draft.forward is None):
+        # The end of its path, as much of it as no other layer has.
+        tails = (draft.path[start:] for start in range(len(draft.path) - 1, -1, -1))
+        short = next((tail for tail in tails if len(ends[tail]) == 1), draft.path)
+        names[draft.at] = _unique(draft.name or "/".join(short), _base(draft), taken, numbers)
     for draft in net.drafts:
         if draft.forward is not None:
             base = names.get(draft.forward.at, _base(draft)) + BACKWARD
             names[draft.at] = _unique(base, base, taken, numbers)
     return names
-
-
-def _ends(net: Net) -> dict[tuple[str, ...], set[tuple[str, ...]]]:
-    """The paths of layers that end alike."""
-    paths: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
-    for draft in net.drafts:
-        for start in range(len(draft.path)):
-            paths.setdefault(draft.path[start:], set()).add(draft.path)
-    return paths
-
-
-def _short(draft: Draft, ends: dict[tuple[str, ...], set[tuple[str, ...]]]) -> str:
-    """The end of a draft's path, as much of it as no other layer has. Empty for none."""
-    for start in range(len(draft.path) - 1, -1, -1):
-        if len(ends[draft.path[start:]]) == 1:
-            return "/".join(draft.path[start:])
-    return "/".join(draft.path)
 
 
 def _base(draft: Draft) -> str:
@@ -224,14 +212,18 @@ def name_of_weights(paths: list[tuple[str, ...]], modules: Container[tuple[str, 
 def name_kinds(layers: Iterable[tuple[str, int]]) -> str:
     """What is in a part of a network, given as kinds and FLOPs. The kind with most FLOPs comes first.
 
+    An attention comes before the products around it, as it says what the part is.
+
     >>> name_kinds([("Activation", 1), ("Dense", 9), ("Dense", 9)]), name_kinds([("a", 1), ("b", 2), ("c", 3)])
     ('2 Dense, Activation', 'c + 2')
+    >>> name_kinds([("Dense", 9), ("Dense", 9), ("RoPE", 2), ("Attention", 5)])
+    'Attention + 3'
     """
     count, cost = Counter[str](), Counter[str]()
     for kind, flops in layers:
         count[kind] += 1
         cost[kind] += flops
-    kinds = sorted(count, key=lambda kind: -cost[kind])
+    kinds = sorted(count, key=lambda kind: (kind != "Attention", -cost[kind]))
     if len(kinds) < _LONGEST:
         return ", ".join(_counted(kind, count[kind]) for kind in kinds)
     return f"{_counted(kinds[0], count[kinds[0]])} + {count.total() - count[kinds[0]]}"
@@ -327,16 +319,37 @@ def to_graph(net: Net) -> Graph:
     nodes, weights, weight_edges = list[Node](), dict[int, Node](), list[Edge]()
     for draft in net.drafts:
         # A shared parameter counts in the first layer that uses it.
-        new = [w for w in draft.weights if w not in counted]
-        counted.update(new)
-        node = _node(net.raw, draft, names[draft.at], shapes, *_sizes(net.raw, new))
-        nodes.append(replace(node, output_bytes=output_bytes(net, draft), kept_bytes=kept.get(draft.at, 0)))
+        params, state = _sizes(net.raw, [w for w in draft.weights if w not in counted])
+        counted.update(draft.weights)
+        array, leaves = net.raw.values[draft.value], [net.raw.values[leaf] for leaf in draft.leaves]
+        node = Node(
+            name=names[draft.at],
+            op=draft.op,
+            detail=draft.detail,
+            shape=() if leaves else shapes.get(draft.value, array.shape),
+            dtype=array.dtype if len({leaf.dtype for leaf in leaves}) < 2 else "",
+            params=params,
+            flops=draft.flops,
+            bytes=draft.bytes,
+            scope=draft.scope,
+            source=draft.source,
+            weights=tuple(net.raw.values[weight].name for weight in draft.weights),
+            repeat=draft.repeat,
+            equations=draft.equations,
+            outputs=tuple(draft.outputs),
+            leaves=tuple(f"{leaf.name}: {leaf.dtype}[{','.join(map(str, leaf.shape))}]" for leaf in leaves),
+            state=state,
+            output_bytes=output_bytes(net, draft),
+            kept_bytes=kept.get(draft.at, 0),
+        )
+        nodes.append(node)
         for weight in draft.weights:
             value = net.raw.values[weight]
             params, state = _sizes(net.raw, [weight])
             detail = "/".join(value.path) or leaf_of(value)
-            node = Node(value.name, "weight", detail, value.shape, value.dtype, params=params, state=state)
-            weights.setdefault(weight, node)
+            weights.setdefault(
+                weight, Node(value.name, "weight", detail, value.shape, value.dtype, params=params, state=state)
+            )
             weight_edges.append(Edge(value.name, names[draft.at], value.shape, value.dtype))
     params, state = _sizes(net.raw, counted - net.state)
     uncounted = {eqn.prim for eqn in net.raw.eqns if not eqn.view and is_uncounted(eqn.prim, eqn.params)}
@@ -434,30 +447,6 @@ def _constants(raw: Raw) -> int:
     read = {raw.root(value) for eqn in raw.eqns for value in eqn.ins}
     captured = (value for number, value in enumerate(raw.values) if number in read and value.producer is None)
     return sum(size for value in captured if value.kind == "const" and (size := math.prod(value.shape)) > 1)
-
-
-def _node(raw: Raw, draft: Draft, name: str, shapes: _Shapes, params: int, state: int) -> Node:
-    value = raw.values[draft.value]
-    leaves = [raw.values[leaf] for leaf in draft.leaves]
-    dtypes = {leaf.dtype for leaf in leaves}
-    return Node(
-        name=name,
-        op=draft.op,
-        detail=draft.detail,
-        shape=() if leaves else shapes.get(draft.value, value.shape),
-        dtype=value.dtype if len(dtypes) < 2 else "",
-        params=params,
-        flops=draft.flops,
-        bytes=draft.bytes,
-        scope=draft.scope,
-        source=draft.source,
-        weights=tuple(raw.values[weight].name for weight in draft.weights),
-        repeat=draft.repeat,
-        equations=draft.equations,
-        outputs=tuple(draft.outputs),
-        leaves=tuple(f"{leaf.name}: {leaf.dtype}[{','.join(map(str, leaf.shape))}]" for leaf in leaves),
-        state=state,
-    )
 
 
 def leaf_of(value: Value) -> str:

@@ -40,7 +40,11 @@ class _Pass:
     """
 
     def __init__(self, net: Net) -> None:
-        self.net, self.layers, self.sources = net, net.layers, _sources(net)
+        self.net, self.layers, self.sources = net, net.layers, net.sources()
+        # A gradient reads one thing of the layers: those of the first block are others.
+        gradients = {draft.at for draft in self.layers if draft.forward is not None}
+        for at in gradients & self.sources.keys():
+            self.sources[at] = {source if source in gradients else _FORWARD for source in self.sources[at]}
         self.into: dict[int, Draft] = {}
         self.copy_of: dict[int, tuple[int, int]] = {}
         numbers: dict[object, int] = {}
@@ -66,8 +70,13 @@ class _Pass:
             copies = self._copies(start, period, count)
             gradients = gradients_of(copies, self.backward, self._read)
             self._merge(copies)
-            if gradients:
-                self._merge_gradients(gradients)
+            self._join(gradients)
+            for kept in (next(iter(same.values())) for same in gradients):  # in the scopes of their layers
+                kept.scope = self._layer_of(kept).scope
+            done = {draft.at for same in gradients for draft in same.values()}
+            for number, draft in enumerate(self.layers) if done else ():
+                if draft.at in done:  # signs of their own, so that they are in no other repeat
+                    self.signs[number], self.places[~number] = ~number, [number]
             start += period * count
         if self.into:
             self._finish()
@@ -108,8 +117,10 @@ class _Pass:
         # where the first one has the same edges inside, and as many in all.
         places: dict[int, int] = {}
         first, second = (self._wires(places, start, period, copy) for copy in range(2))
-        if not all(map(_is_begun, first, second)):
-            return 1
+        for wires, pattern in zip(first, second, strict=True):
+            inside = ({wire for wire in each if wire[0] == "in"} for each in (wires, pattern))
+            if next(inside) != next(inside) or len(wires) != len(pattern):
+                return 1
         count = 2
         while (
             count < most
@@ -145,17 +156,17 @@ class _Pass:
         """What speaks for a place to begin: the border of a module, else of a region, else of a name."""
         copies = self._copies(start, period, count)
         own_scopes = min(len(shared_scope(copy)) for copy in copies) - len(shared_scope(*copies))
-        is_layer = self.layers[start].op not in _FOLLOWERS  # decides between places that are as good
-        return own_scopes, self._has_one_way_out(start, period), _own_keys(copies), is_layer
-
-    def _has_one_way_out(self, start: int, period: int) -> bool:
-        """Whether one layer alone hands on from a copy to what follows."""
+        # Whether one layer alone hands on from a copy to what follows. A gradient that reads its layer is no way out.
         end, read = start + period, set[int]()
         for draft in self.layers[end : end + 2 * period]:
-            # What a gradient reads of its layer is no way out of a block.
             same = {layer.at for layer in self.layers[start:end] if (layer.forward is None) == (draft.forward is None)}
             read |= same & self._read(draft.at)
-        return len(read) == 1
+        # How many keys the parameters of each copy share, which the copies do not share.
+        paths = [[path for draft in copy if (path := draft.layer.path)] for copy in copies]
+        shared = [common_prefix(copy) for copy in paths]
+        own_keys = min(map(len, shared)) - len(common_prefix(shared)) if all(paths) else 0
+        is_layer = self.layers[start].op not in _FOLLOWERS  # decides between places that are as good
+        return own_scopes, len(read) == 1, own_keys, is_layer
 
     def _merge(self, copies: list[list[Draft]]) -> None:
         """Keep the first of these copies, with the sums of all."""
@@ -164,8 +175,10 @@ class _Pass:
         self._join([dict(enumerate(same)) for same in zip(*copies, strict=True)])
         inner_from = len(shared) + (len(owns[0]) > len(shared))
         # Gradients of a block's layers go to its box. Another row gets a box, with a name that nothing beside it has.
-        block = self._scope_of_layers(copies, len(shared) + 1)
-        if block is None:
+        around = (() if d.forward is None else self._layer_of(d).scope[: len(shared) + 1] for d in copies[0])
+        scopes = set[Path](around)
+        block = scopes.pop()
+        if scopes or self.net.repeats.get(block) != len(copies):
             scopes_beside = (
                 draft.scope for draft in self.layers if draft.at not in self.into and draft not in copies[0]
             )
@@ -181,20 +194,10 @@ class _Pass:
             first.path = _names_of_all(first.path, [draft.path for draft in same])
         self.net.repeats[block] = len(copies)
 
-    def _merge_gradients(self, groups: list[dict[int, Draft]]) -> None:
-        """Keep the first of each of these gradients of a block that is merged, in the scopes of its layers."""
-        self._join(groups)
-        for kept in (next(iter(same.values())) for same in groups):
-            kept.scope = self._layer_of(kept).scope
-        done = {draft.at for same in groups for draft in same.values()}
-        for number, draft in enumerate(self.layers):
-            if draft.at in done:  # signs of its own, so that it is in no other repeat
-                self.signs[number], self.places[~number] = ~number, [number]
-
     def _join(self, groups: list[dict[int, Draft]]) -> None:
         """Join drafts that are given by the number of their copy. The first of each stays."""
-        block = next(iter(groups[0].values())).at
         for same in groups:
+            block = next(iter(groups[0].values())).at
             self.copy_of |= {draft.at: (block, copy) for copy, draft in same.items()}
             kept, *copies = same.values()
             kept.own = len(kept.weights) if kept.own is None else kept.own
@@ -205,12 +208,6 @@ class _Pass:
     def _layer_of(self, draft: Draft) -> Draft:
         """The layer whose gradient this is, or what it is merged into."""
         return self.into.get(draft.layer.at, draft.layer)
-
-    def _scope_of_layers(self, copies: list[list[Draft]], depth: int) -> Path | None:
-        """The scope of the block whose gradients these are. None for layers."""
-        scopes = {() if draft.forward is None else self._layer_of(draft).scope[:depth] for draft in copies[0]}
-        scope = scopes.pop()
-        return scope if not scopes and self.net.repeats.get(scope) == len(copies) else None
 
     def _finish(self) -> None:
         """Drop the copies, and send their edges to what replaces them."""
@@ -229,27 +226,12 @@ class _Pass:
         self.net.drafts = self.net.ordered()  # a first copy may read what came after it, of a later one
 
 
-def _sources(net: Net) -> dict[int, set[int]]:
-    """The drafts that each draft reads. A gradient reads one thing of the layers: the first block's are others."""
-    sources = net.sources()
-    gradients = {draft.at for draft in net.layers if draft.forward is not None}
-    for at in gradients & sources.keys():
-        sources[at] = {source if source in gradients else _FORWARD for source in sources[at]}
-    return sources
-
-
 def _signature(net: Net, draft: Draft) -> object:
     """What copies of a layer have in common."""
     value = net.raw.values[draft.value]
     weights = tuple(net.raw.values[weight].shape for weight in draft.weights)
     scope = tuple((re.sub(r"_?\d+", "", scope_part.name), scope_part.times is None) for scope_part in draft.scope)
     return (draft.op, draft.detail, value.shape, value.dtype, weights, scope, draft.repeat)
-
-
-def _is_begun(first: set[tuple[str, int]], second: set[tuple[str, int]]) -> bool:
-    """Whether a layer of the first copy reads as much as that of the second, and the same inside the copy."""
-    inside = ({wire for wire in wires if wire[0] == "in"} for wires in (first, second))
-    return next(inside) == next(inside) and len(first) == len(second)
 
 
 def _is_row(wires: _Wires) -> bool:
@@ -262,20 +244,13 @@ def _is_row(wires: _Wires) -> bool:
     return any(2 * len(reach(reads[end], reads) & reach(read_by.get(end, ()), read_by)) >= len(wires) for end in ends)
 
 
-def _own_keys(copies: list[list[Draft]]) -> int:
-    """How many keys the parameters of each copy share, which the copies do not share."""
-    paths = [[path for draft in copy if (path := draft.layer.path)] for copy in copies]
-    shared = [common_prefix(copy) for copy in paths]
-    return min(map(len, shared)) - len(common_prefix(shared)) if all(paths) else 0
-
-
 def _label(net: Net, copies: list[list[Draft]], shared: Path, beside: set[Scope]) -> Scope:
     """What the parameters of a block without a scope are called, else what is in it, with the count."""
     layers = [[draft.layer for draft in copy] for copy in copies]
     names = names_of_parameters([[path for draft in copy for path in _paths(net, draft)] for copy in layers])
     if len(names) == len(copies):
         return name_copies(list(map(Scope, names)), beside)
-    kinds = ((item.kind, item.flops) for item in items_of(net, layers[0], len(shared)))
+    kinds = ((item.kind, item.flops) for item in items_of(layers[0], len(shared)))
     return Scope(without_numbers(names) if names else name_kinds(kinds), "module" if names else "part", len(copies))
 
 
@@ -325,15 +300,14 @@ def gradients_of(
         len({(gradient.op, gradient.detail, gradient.repeat) for gradient in same.values()}) == 1 for same in groups
     )
     in_place = all(g.forward is not None and g.scope == g.forward.scope for same in groups for g in same.values())
-    return groups if alike and in_place and not few and _is_in_order(groups, read) else []
-
-
-def _is_in_order(groups: list[dict[int, Draft]], read: Callable[[int], set[int]]) -> bool:
-    """Whether the first of each, in the place of all, comes after all that any of them reads. So there is no circle."""
+    if few or not (alike and in_place):
+        return []
+    # The first of each, in the place of all, comes after all that any of them reads. So there is no circle.
     kept = {draft.at: next(iter(same.values())).at for same in groups for draft in same.values()}
     copy_of = {draft.at: copy for same in groups for copy, draft in same.items()}
-    return all(
+    in_order = all(
         copy_of.get(source, copy_of[at]) != copy_of[at] or kept.get(source, source) < kept[at]
         for at in kept
         for source in read(at)
     )
+    return groups if in_order else []

@@ -211,7 +211,8 @@ def read_step(
         net = whole.copy()
         close(net, depth, most)
         graph, network = _graph_of(step, args, net, compiled, program, memory, seconds_or_folder)
-        if higher is not None and len(graph.layers) < _FEWEST_ROWS:
+        # What has no params, such as the slices of a bucket, is no layer that a reader looks for.
+        if higher is not None and sum(layer.params > 0 for layer in graph.layers) < _FEWEST_ROWS:
             return higher
         if fits is None or fits(graph, network) or (fewer := next(rows, None)) is None:
             return graph, network
