@@ -12,7 +12,20 @@ from collections.abc import Iterable
 from .._read.raw import Eqn
 from .cells import Cell, Cells
 from .templates import Fold
-from .terms import bias, by, divides_by, is_convex, is_of_several, is_scale, made_of_params, number, single, squared, tail, takes_scale
+from .terms import (
+    bias,
+    by,
+    divides_by,
+    is_convex,
+    is_of_several,
+    is_scale,
+    made_of_params,
+    number,
+    single,
+    squared,
+    tail,
+    takes_scale,
+)
 
 _BIASED = ("add", "Convolution", "Deconvolution", "FullyConnected", "MatMul")
 

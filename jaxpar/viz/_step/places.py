@@ -489,7 +489,9 @@ class Placing:
             # What reads it may be fused, and named after another layer. So the params that it shows come first.
             ends = (self.places.arguments.get(end, "") for end, _ in self._ends([(name, None)], back=True))
             params = sorted({param for param in ends if param in self._readers})
-            layers = [at for param in params for at in self._readers[param].intersection(readers) or self._readers[param]]
+            layers = [
+                at for param in params for at in self._readers[param].intersection(readers) or self._readers[param]
+            ]
             known_layers = layers or [at for at in readers if at != _UNKNOWN]
             return ("parameters", known_layers) if known_layers else ("elsewhere", [])
         of_gradient = "backward" in passes or ("optimizer" in goals and is_backward(instruction.op_name))
