@@ -249,10 +249,10 @@ def test_without_scripts_the_picture_is_there_and_prints_on_one_page(show, width
     )
     page = context.new_page()
     page.goto(f"file://{path}")
-    drawn = page.locator("noscript svg").bounding_box()
-    assert drawn is not None
-    assert drawn["x"] + drawn["width"] <= width
-    assert drawn["width"] > 100
+    shown = page.locator("noscript svg").bounding_box()
+    assert shown is not None
+    assert shown["x"] + shown["width"] <= width
+    assert shown["width"] > 100
     pages = len(re.findall(rb"/Type /Page\b", page.pdf()))
     context.close()
     assert pages == 1
