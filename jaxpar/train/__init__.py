@@ -62,6 +62,7 @@ from ._fit.verify import (
 )
 from ._plan.child import PlannedCollective as PlannedCollective
 from ._plan.largest import largest_batch as largest_batch
+from ._plan.meshes import MeshComparison as MeshComparison, compare_meshes as compare_meshes
 from ._plan.plan import Plan as Plan, PlanComparison as PlanComparison, compare_plans as compare_plans, plan as plan
 from ._runs.compare import Comparison as Comparison, compare as compare
 from ._runs.saved_run import SavedRun as SavedRun, open as open

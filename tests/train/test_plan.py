@@ -16,6 +16,7 @@ import launched
 import numpy as np
 import optax
 import pytest
+from kv_model import collectives_in
 
 from jaxpar import kv, parallel, train
 from jaxpar.__main__ import main
@@ -125,6 +126,66 @@ def test_a_plan():
     assert json.loads(json.dumps(plan.to_dict()))["sent_bytes"] == plan.sent_bytes
     assert plan.plot().step.devices == COUNT
     assert "<svg" in plan._repr_html_()
+
+
+def sent_by(text, devices):
+    """Bytes that a device sends around a ring, by kind of collective, from the text of a program without loops."""
+    of_result = {  # the share of a collective's result that goes out of each device
+        "all-reduce": 2 * (devices - 1) / devices,
+        "all-gather": (devices - 1) / devices,
+        "reduce-scatter": devices - 1,
+    }
+    by_kind = {}
+    for kind, size in collectives_in(text):
+        by_kind[kind] = by_kind.get(kind, 0) + size * of_result[kind]
+    return by_kind
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("choices", [{"kind": "sharded"}, {"kind": "device"}, {"fsdp": True}], ids=str)
+def test_what_each_layer_sends_on_several_meshes(choices):
+    """As many bytes as an independent count in the texts of the programs. "v5e" is four CPU devices here."""
+    compared = train.compare_meshes(make, on=["cpu:2", "cpu:8", "v5e:2x2"], **choices)
+    devices = {"cpu:2": 2, "cpu:8": 8, "v5e:2x2": COUNT}
+    assert {on: step.devices for on, step in compared.steps.items()} == devices
+    for on, count in devices.items():
+        *_, (stage,) = child.construct(make, tuple(jax.devices()[:count]), choices)
+        expected = sent_by(stage.traced.lower().compile().as_text(), count)
+        found = {}
+        for row in compared.rows:
+            found[row["kind"]] = found.get(row["kind"], 0) + row["bytes"].get(on, 0)
+        assert found == pytest.approx(expected, abs=8)
+        assert compared.sent_bytes[on] == sum(found.values())
+    # The weight is in a row of its layer on each mesh, and what is sent of it grows with the devices.
+    layers = [layer for layer in compared.steps["cpu:8"].layers if layer.params]
+    weight = max(layers, key=lambda layer: layer.params).name
+    of_weight = [row["bytes"] for row in compared.rows if weight in row["layers"]]
+    sent = {on: sum(sizes.get(on, 0) for sizes in of_weight) for on in devices}
+    assert 4 * 64 * 64 <= sent["cpu:2"] < sent["v5e:2x2"] < sent["cpu:8"]
+    lines = str(compared).splitlines()
+    assert lines[1].split() == ["layer", "sent", *devices]
+    assert weight in str(compared)
+    assert compared._repr_html_().count("<th ") == 2 + len(devices)
+    assert compared.plot("cpu:2").step is compared.steps["cpu:2"]
+
+
+def test_meshes_that_there_are_not():
+    with pytest.raises(ValueError, match=r"'cpu:99' is more than the 8 CPU devices .*use_cpu_devices\(99\)"):
+        train.compare_meshes(make, on=["cpu:99"])
+    with pytest.raises(ValueError, match="unknown mesh 'cpu8'; write cpu:8"):
+        train.compare_meshes(make, on=["cpu8"])
+    with pytest.raises(ValueError, match="unknown accelerator, on='v5x:2x4'"):
+        train.compare_meshes(make, on=["cpu:2", "v5x:2x4"])
+    with pytest.raises(TypeError, match="on must be a list of meshes, got 'cpu:8'"):
+        train.compare_meshes(make, on="cpu:8")
+    with pytest.raises(TypeError, match="make must be a function"):
+        train.compare_meshes(3, on=["cpu:8"])
+    # What is wrong on one mesh is in its row, and says why there is no picture.
+    compared = train.compare_meshes(make, on=["cpu:1", "cpu:2"], read=True)
+    assert "make reads the values of an array" in compared.steps["cpu:2"]
+    assert "make reads the values of an array" in str(compared)
+    with pytest.raises(ValueError, match="no picture of cpu:2: make reads"):
+        compared.plot("cpu:2")
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import json
 import pickle
 import re
 import subprocess
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,7 @@ def data(page):
 
 
 def names(page):
-    return [node[8].split()[0] for node in data(page)["nodes"]]
+    return [node[7].split()[0].rstrip(":") for node in data(page)["nodes"]]
 
 
 class Tags(html.parser.HTMLParser):
@@ -195,13 +196,37 @@ def test_without_scripts_the_page_has_the_picture():
     assert len(plot.html()) < 60_000
 
 
+def test_the_picture_without_scripts_has_what_graphviz_drew():
+    """The same places in whole points, colours and words, written shorter."""
+    plot = drawn("lenet")
+    svg = plot.pipe("svg", encoding="utf-8")
+    still = re.search(r"<noscript>(<svg.*?</svg>)", plot.html(), re.DOTALL)[1]
+    whole = [[int(float(n)) for n in re.findall(r"-?[\d.]+", d)] for d in re.findall(r' d="([^"]*)"', svg)]
+    paths = []
+    for start, steps in re.findall(r' d="M([-\d,]+)c([-\d, ]+)"', still):
+        places = [int(n) for n in re.findall(r"-?\d+", start)]
+        moves = [int(n) for n in re.findall(r"-?\d+", steps)]
+        for at in range(0, len(moves), 6):  # each of three points is from where the curve before ended
+            x, y = places[-2:]
+            places += [moves[at + n] + (x, y)[n % 2] for n in range(6)]
+        paths.append(places)
+    assert paths == whole
+    shown, before = (ElementTree.fromstring(text).iter() for text in (still, svg))
+    texts = [
+        [(one.text, float(one.get("font-size"))) for one in tree if one.tag.endswith("}text")]
+        for tree in (shown, before)
+    ]
+    assert texts[0] == texts[1]
+    assert len(still) < 0.6 * len(svg)
+
+
 def test_names_that_look_like_html_stay_text():
     plot = hostile()
     page = plot.html()
     found = Tags(page)
     assert found.open == []
     assert found.tags.count("script") == 2
-    assert any("alert" in node[8] for node in data(page)["nodes"])
+    assert any("alert" in node[7] for node in data(page)["nodes"])
     frame = plot._repr_mimebundle_()["text/html"]
     tags = Tags(frame)
     assert tags.tags == ["iframe", "div", "img"]

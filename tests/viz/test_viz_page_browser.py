@@ -2,6 +2,7 @@
 
 import functools
 import random
+import re
 
 import jax
 import lab
@@ -238,6 +239,23 @@ def test_print_has_the_whole_picture_on_one_page(show):
     assert page.evaluate("svg.getBoundingClientRect().width <= innerWidth")
     assert page.evaluate("svg.getBoundingClientRect().height <= innerHeight")
     assert not page.locator(".tools").is_visible()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_without_scripts_the_picture_is_there_and_prints_on_one_page(show, width, tmp_path):
+    path = drawn("lenet").save(str(tmp_path / "net.html"))
+    context = show(plotted("resnet")).context.browser.new_context(
+        java_script_enabled=False, viewport={"width": width, "height": 900}
+    )
+    page = context.new_page()
+    page.goto(f"file://{path}")
+    shown = page.locator("noscript svg").bounding_box()
+    assert shown is not None
+    assert shown["x"] + shown["width"] <= width
+    assert shown["width"] > 100
+    pages = len(re.findall(rb"/Type /Page\b", page.pdf()))
+    context.close()
+    assert pages == 1
 
 
 def test_texts_fit_their_boxes(show):

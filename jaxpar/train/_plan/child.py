@@ -321,7 +321,7 @@ def examine(make: Callable[..., Any], target: Slice, choices: dict[str, Any], fr
 
     if len(stages) > 1:
         return fields, "the step is several programs"
-    return fields, _picture(step, state, batch, programs[0])
+    return fields, picture_of(step, state, batch, programs[0])
 
 
 def construct(make: Callable[..., Any], devices: tuple[Any, ...], choices: dict[str, Any]) -> Any:
@@ -389,7 +389,8 @@ def _memory(programs: list[Any], stages: list[Any], target: Slice, fields: dict[
     return {"fits": fits, "peak_bytes": peak, **sizes}
 
 
-def _picture(step: TrainStep, state: PyTree, batch: PyTree, compiled: jax.stages.Compiled) -> Any:
+def picture_of(step: TrainStep, state: PyTree, batch: PyTree, compiled: jax.stages.Compiled) -> Any:
+    """The step and the network of its picture, or words why there is none."""
     from ... import viz
 
     try:

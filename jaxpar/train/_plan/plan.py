@@ -237,18 +237,20 @@ def compare_plans(
 def _table_of(plan: Plan) -> Table:
     """The answer, and then what to try."""
     # What the peak is made of. Of a program that its compiler refused only state and batch are known.
-    memory = f"{_size(plan.peak_bytes)} of {_size(plan.limit_bytes)} on each device"
-    memory += f": {_size(plan.argument_bytes)} state and batch"
+    memory = f"{size_text(plan.peak_bytes)} of {size_text(plan.limit_bytes)} on each device"
+    memory += f": {size_text(plan.argument_bytes)} state and batch"
     if plan.temporary_bytes is not None and plan.donated_bytes is not None and plan.returned_bytes is not None:
         kept = plan.argument_bytes + plan.returned_bytes - plan.donated_bytes
         set_aside = plan.peak_bytes - kept - plan.temporary_bytes
-        memory += f", {_size(plan.temporary_bytes)} temporaries"
-        memory += f", {_size(set_aside)} that the compiler sets aside" if set_aside > plan.peak_bytes / 100 else ""
+        memory += f", {size_text(plan.temporary_bytes)} temporaries"
+        memory += f", {size_text(set_aside)} that the compiler sets aside" if set_aside > plan.peak_bytes / 100 else ""
     rows = [("memory", memory)]
     for argument in plan.arguments[:3]:
-        rows.append(("largest", f"{_size(argument['bytes'])}  {argument['name']}  {argument['shape']}"))
+        rows.append(("largest", f"{size_text(argument['bytes'])}  {argument['name']}  {argument['shape']}"))
     if plan.donated_bytes is not None and plan.returned_bytes is not None:
-        rows.append(("donated", f"{_size(plan.donated_bytes)} of {_size(plan.returned_bytes)} that the step returns"))
+        rows.append(
+            ("donated", f"{size_text(plan.donated_bytes)} of {size_text(plan.returned_bytes)} that the step returns")
+        )
 
     # What is sent: a row for each kind and axes of collectives.
     groups: dict[tuple[str, tuple[str, ...]], list[PlannedCollective]] = {}
@@ -258,9 +260,11 @@ def _table_of(plan: Plan) -> Table:
         sent = sum(collective.bytes * collective.runs for collective in group)
         hidden = sum(collective.bytes * collective.runs for collective in group if collective.overlapped)
         runs, along = sum(collective.runs for collective in group), f" over {', '.join(axes)}" if axes else ""
-        beside = "all beside compute" if hidden == sent else f"{_size(hidden)} beside compute" if hidden else "alone"
+        beside = (
+            "all beside compute" if hidden == sent else f"{size_text(hidden)} beside compute" if hidden else "alone"
+        )
         least = "" if all(collective.is_exact for collective in group) else ", in a loop of unknown length at least"
-        rows.append((kind, f"{_size(sent)} sent by each device{along}, in {runs} a step{least}; {beside}"))
+        rows.append((kind, f"{size_text(sent)} sent by each device{along}, in {runs} a step{least}; {beside}"))
 
     # What is computed, and what to try.
     cycles = "" if plan.cycles is None else f"; {plan.cycles:,} cycles estimated, without collectives"
@@ -268,7 +272,7 @@ def _table_of(plan: Plan) -> Table:
     rows.append(("compiled", f"in {plan.compile_seconds} s of CPU time"))
     if hint := _hint(plan):
         rows.append(("note" if plan.fits else "try", hint))
-    verdict = "fits" if plan.fits else f"does NOT fit, by {_size(plan.peak_bytes - plan.limit_bytes)}"
+    verdict = "fits" if plan.fits else f"does NOT fit, by {size_text(plan.peak_bytes - plan.limit_bytes)}"
     return Table(f"{_name_of(plan)}: {verdict}", ("", ""), rows, most=100)
 
 
@@ -277,7 +281,7 @@ def _name_of(plan: Plan) -> str:
     return f"{plan.devices} x {plan.chip} ({plan.on}){chosen}"
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
     """Bytes in decimal units."""
     for unit, power in (("GB", 1e9), ("MB", 1e6)):
         if count >= 0.995 * power:
@@ -289,7 +293,7 @@ def _hint(plan: Plan) -> str:
     """What to try where it does not fit, and what is remarkable where it does. May be empty."""
     if not plan.fits and plan.argument_bytes > plan.limit_bytes / 2:
         return (
-            f"state and batch alone are {_size(plan.argument_bytes)}: split them over the devices, by "
+            f"state and batch alone are {size_text(plan.argument_bytes)}: split them over the devices, by "
             "sharding=parallel.fsdp() on a mesh or kind='sharded'; if they are split, take more devices"
         )
     if not plan.fits:
@@ -305,7 +309,7 @@ def _hint(plan: Plan) -> str:
     )
     if plan.engine == "jit" and plan.cycles is not None and all_reduced > plan.sent_bytes.get("all-gather", 0) / 2:
         return (
-            f"all-reduces of {_size(all_reduced)}: split weights or gradients travel whole, where gathers and "
+            f"all-reduces of {size_text(all_reduced)}: split weights or gradients travel whole, where gathers and "
             "reduce-scatters would send half. Split over fewer devices, an axis of the mesh, and keep copies over the "
             "rest"
         )
@@ -327,9 +331,9 @@ def _comparison_of(comparison: PlanComparison) -> Table:
             continue
         top = tops.get(on)
         numbers = [
-            _size(plan.peak_bytes) + ("" if plan.fits else " NO"),
-            _size(sum(plan.sent_bytes.values())),
-            _size(plan.alone_bytes),
+            size_text(plan.peak_bytes) + ("" if plan.fits else " NO"),
+            size_text(sum(plan.sent_bytes.values())),
+            size_text(plan.alone_bytes),
             f"{plan.cycles:,}" if plan.cycles else "",
         ]
         mark = "*" if plan is best.get(on) else ""
@@ -340,7 +344,7 @@ def _comparison_of(comparison: PlanComparison) -> Table:
 def _beside(plan: Plan, other: Plan | None) -> str:
     """In what a plan differs from another."""
     if not plan.fits or other is None:
-        return f"does not fit by {_size(plan.peak_bytes - plan.limit_bytes)}"
+        return f"does not fit by {size_text(plan.peak_bytes - plan.limit_bytes)}"
     pairs = (
         ("cycles", plan.cycles, other.cycles),
         ("sent", sum(plan.sent_bytes.values()), sum(other.sent_bytes.values())),

@@ -12,7 +12,20 @@ from collections.abc import Iterable
 from .._read.raw import Eqn
 from .cells import Cell, Cells
 from .templates import Fold
-from .terms import bias, by, divides_by, is_convex, is_scale, made_of_params, number, single, squared, tail, takes_scale
+from .terms import (
+    bias,
+    by,
+    divides_by,
+    is_convex,
+    is_of_several,
+    is_scale,
+    made_of_params,
+    number,
+    single,
+    squared,
+    tail,
+    takes_scale,
+)
 
 _BIASED = ("add", "Convolution", "Deconvolution", "FullyConnected", "MatMul")
 
@@ -244,7 +257,7 @@ def cross_entropy(cells: Cells, cell: Cell) -> Fold | None:
     """A log-softmax, the picked label, the mean, and what prepares the labels."""
     chain = [cell]
     while (user := cells.sole_user(chain[-1])) is not None:
-        if user.op not in _PICKS and not is_scale(cells, user):
+        if (user.op not in _PICKS and not is_scale(cells, user)) or is_of_several(cells, user):
             break
         chain.append(user)
     while len(chain) > 1 and not _reduces(cells, chain[-1]) and not is_scale(cells, chain[-1]):

@@ -108,9 +108,16 @@ def tail(cells: Cells, cell: Cell, ops: frozenset[str]) -> tuple[Cell, ...]:
     """The chain of cells of these kinds, or changes of scale, that follows."""
     chain: list[Cell] = []
     while (user := cells.sole_user(cell)) is not None and (user.op in ops or is_scale(cells, user)):
+        if is_of_several(cells, user):
+            break
         chain.append(user)
         cell = user
     return tuple(chain)
+
+
+def is_of_several(cells: Cells, cell: Cell) -> bool:
+    """Whether a sum or mean is one of several arrays, as of the loss and the metrics of a step."""
+    return cell.op in ("sum", "mean", "neg") and len(set(cells.data(cell))) > 1
 
 
 def takes_scale(cells: Cells, cell: Cell, scale: Cell) -> bool:

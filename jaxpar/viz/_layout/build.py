@@ -289,10 +289,15 @@ def _depends(raw: Raw, levels: dict[int, int], values: list[int]) -> bool:
 
 
 def _results(raw: Raw, names: dict[str, int], weight: int) -> list[int]:
-    """The results that have the path and the shape of a parameter: its gradient, or its new value."""
+    """The results that have the path and the shape of a parameter: its gradient, or its new value.
+
+    What is cut into a padded row for each device, (devices, chunk), may come back as a whole array.
+    """
     value = raw.values[weight]
-    tail = value.name.removeprefix(value.argument)
-    return [n for name, n in names.items() if name.endswith(tail) and raw.values[n].shape == value.shape]
+    tail, size = value.name.removeprefix(value.argument), math.prod(value.shape)
+    devices = value.shape[0] if len(value.shape) == 2 else 0
+    named = ((n, raw.values[n].shape) for name, n in names.items() if name.endswith(tail))
+    return [n for n, shape in named if shape == value.shape or 0 <= size - math.prod(shape) < devices]
 
 
 def _levels(raw: Raw, late: dict[int, int]) -> dict[int, int]:

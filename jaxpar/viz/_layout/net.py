@@ -240,6 +240,8 @@ def shared_name(names: Sequence[str]) -> str:
     ('conv2_block1', 'c3_1-2', '')
     >>> shared_name(["conv2_block1_conv", "conv2_block12_conv"]), shared_name(["conv", "corr"])
     ('conv2_block1-12', '')
+    >>> shared_name(["MatMul (4)", "MatMul (6)"])
+    'MatMul (4-6)'
     """
     if len(set(names)) < 2:
         return names[0] if names else ""
@@ -248,7 +250,8 @@ def shared_name(names: Sequence[str]) -> str:
     if not prefix or len(numbers) < len(names):
         return prefix.rstrip("_-. ")
     values = sorted(map(int, numbers))
-    return f"{prefix}{values[0]}" + (f"-{values[-1]}" if values[0] < values[-1] else "")
+    end = ")" if prefix.endswith("(") else ""
+    return f"{prefix}{values[0]}" + (f"-{values[-1]}" if values[0] < values[-1] else "") + end
 
 
 def name_copies(scopes: Sequence[Scope], beside: Iterable[Scope]) -> Scope:

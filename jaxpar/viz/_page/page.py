@@ -12,6 +12,7 @@ import html
 import json
 import re
 import string
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
@@ -52,13 +53,43 @@ _UNSEEN = re.compile(
     re.DOTALL,
 )
 _PLACES = re.compile(r' (?:points|d|x|y|cx|cy)="[^"]*"')
+_PATH = re.compile(r'd="M(-?\d+),(-?\d+)C([-\d, ]+)"')
+_POINT = re.compile(r"(-?\d+),(-?\d+)")
+_TEXT_COLOUR = re.compile(r'<text [^>]*?( fill="[^"]*")')
 
 
 def with_still(page: str, svg: str) -> str:
     """A page that shows Graphviz's SVG to a reader without scripts: what is seen of it, in whole points."""
     still = _UNSEEN.sub("", svg[svg.find("<svg") :])
     still = _PLACES.sub(lambda place: re.sub(r"\.\d+", "", place[0]), still)
+    still = _small(_PATH.sub(_relative, still))
     return page.replace("<noscript>", f"<noscript>{still}<style>{_WITHOUT_SCRIPT}</style>", 1)
+
+
+def _small(svg: str) -> str:
+    """The same picture, without what SVG takes for granted: a page has it a second time."""
+    svg = svg.replace(' text-anchor="start"', "").replace("scale(1 1) rotate(0) ", "")
+    svg = re.sub(r'"(\d*)(\.\d*?)0+"', lambda number: f'"{number[1]}{number[2].rstrip(".")}"', svg)  # 9.50 is 9.5
+    svg = svg.replace('"0.', '".')
+    svg = re.sub(r' points="(\S+) ([^"]*) \1"', r' points="\1 \2"', svg)  # a polygon closes itself
+    if svg.count("<g ") == 1 and svg.endswith("</svg>\n"):  # all other groups are empty of attributes
+        svg = re.sub(r"</?g>", "", svg).replace("</svg>", "</g></svg>")
+        colours = Counter(_TEXT_COLOUR.findall(svg))  # shapes have a colour of their own
+        for colour, _ in colours.most_common(1):
+            svg = re.sub(rf"(<text [^>]*?){re.escape(colour)}", r"\1", svg).replace("<g ", f"<g{colour} ", 1)
+    return re.sub(r"\n+(?=<|$)", "", svg)
+
+
+def _relative(path: re.Match[str]) -> str:
+    """A path of whole points, each from where the curve before it ended: shorter, and as exact."""
+    x, y = int(path[1]), int(path[2])
+    points = [(int(a), int(b)) for a, b in _POINT.findall(path[3])]
+    shown: list[str] = []
+    for at, (px, py) in enumerate(points):
+        shown.append(f"{px - x},{py - y}")
+        if at % 3 == 2:
+            x, y = px, py
+    return f'd="M{path[1]},{path[2]}c{" ".join(shown)}"'.replace(",-", "-").replace(" -", "-")
 
 
 def to_frame(page: str, title: str, still: str) -> str:
@@ -76,8 +107,12 @@ def to_frame(page: str, title: str, still: str) -> str:
 def asset(name: str) -> str:
     """A file beside this one, without its comments and indentation: every picture of a notebook has a copy."""
     text = resources.files(_PACKAGE).joinpath(name).read_text(encoding="utf-8")
+    if name.endswith(".js"):
+        text = re.sub(r"(^|\s+)// .*$", "", text, flags=re.MULTILINE)
+    if name.endswith(".css"):
+        text = re.sub(r"([:;,{}]) | (?=[{}])", r"\1", text)
     lines = map(str.strip, text.splitlines())
-    return "\n".join(line for line in lines if line and not line.startswith("//")) + "\n"
+    return "\n".join(filter(None, lines)) + "\n"
 
 
 def script(name: str) -> str:
@@ -135,10 +170,12 @@ def _node(tree: Tree, item: int, most: int) -> list[Any]:
     colour = style.fill(node)
     if tree.heat and node.op not in ("input", "weight"):
         colour = style.heat(cost(node, tree.heat) / most)
-    find = " ".join((node.name, node.op, node.detail, node.source, *node.weights[:8]))
+    # The script reads in the tooltip what is there: name, kind, the first four weights, the source and its line.
+    tip, more = tooltip(node), " ".join(node.weights[4:8])
+    source = tip.split("\n").index(node.source) if node.source else -1
     oval = int(is_oval(tree, item))
     look = [*size(tree, item), kind, oval, colour, style.ink(colour)]
-    return [*look, tree.words[item], tooltip(node), find, node.source]
+    return [*look, _texts(tree, item), tip, more, source]
 
 
 def _block(tree: Tree, item: int, layout: int, most: int) -> list[Any]:
@@ -152,12 +189,18 @@ def _block(tree: Tree, item: int, layout: int, most: int) -> list[Any]:
         total = sum(cost(tree.nodes[node], tree.heat) for node in tree.nodes_in(item))
         colour = style.heat(min(1.0, total / most))
     ink = style.ink(colour) if colour else None
-    box = [*size(tree, item), width, label, texts, tip, colour, ink]
+    box = [*size(tree, item), width, label, _texts(tree, item), tip, colour, ink]
     lines = [
-        [line.tail, line.head, line.tail_port, line.head_port, line.kind, line.label, sorted({n for n, _ in line.keys})]
+        [line.tail, line.head, line.tail_port, line.head_port, kind, line.label, sorted({n for n, _ in line.keys})]
         for line in block.lines
+        for kind in ["" if line.kind == "forward" else line.kind]
     ]
     return [*box, layout, block.items, [int(port.is_first) for port in block.ports], lines]
+
+
+def _texts(tree: Tree, item: int) -> list[list[Any]]:
+    """What is written in a box: each line with its size, and 1 where it is bold."""
+    return [[text, int(size) if size == int(size) else size, int(bold)] for text, size, bold in tree.words[item]]
 
 
 def _placed(layout: Layout) -> dict[str, Any]:

@@ -7,16 +7,17 @@ const FEW_BOXES = 10;
 function read(data) {
   const root = data.nodes.length;
   const net = { ...data, root, sideways: data.direction === "right", parent: new Map(), sizes: [] };
-  net.nodes = data.nodes.map(([w, h, kind, oval, fill, ink, texts, tip, find, source], at) => {
+  net.nodes = data.nodes.map(([w, h, kind, oval, fill, ink, texts, tip, more, line], at) => {
     net.sizes[at] = [w, h];
-    return { kind, oval, fill, ink, texts, tip, find, source };
+    const lines = tip.split("\n"), source = lines[line] ?? "", weights = tip.match(/^weights (.*)$/m)?.[1] ?? "";
+    return { kind, oval, fill, ink, texts, tip, find: [lines[0], source, weights, more].join(" "), source };
   });
   net.blocks = data.blocks.map(([w, h, titleWidth, label, texts, tip, fill, ink, layout, items, firsts, lines], at) => {
     net.sizes[root + at] = [w, h];
     for (const item of items) net.parent.set(item, root + at);
     const found = { kind: "block", titleWidth, label, texts, tip, fill, ink, layout, items, firsts, find: label };
     found.lines = lines.map(([tail, head, tailPort, headPort, kind, text, keys]) => (
-      { tail, head, tailPort, headPort, kind, label: text, keys }));
+      { tail, head, tailPort, headPort, kind: kind || "forward", label: text, keys }));
     return found;
   });
   net.readers = data.nodes.map(() => []);

@@ -48,12 +48,21 @@ class Send:
     @property
     def sent(self) -> int:
         """Bytes that go out of one device each time, around a ring of the devices."""
-        other_devices = self.devices - 1
-        if self.kind == "all-gather":
-            return self.bytes * other_devices
-        if self.kind in ("all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"):
-            return (1 + (self.kind == "all-reduce")) * self.bytes * other_devices // self.devices
-        return self.bytes
+        return sent_around_ring(self.kind, self.bytes, self.devices)
+
+
+def sent_around_ring(kind: str, size: int, devices: int) -> int:
+    """Bytes that go out of one device, of a collective that each hands so many in.
+
+    >>> sent_around_ring("all-reduce", 800, 4), sent_around_ring("all-gather", 800, 4)
+    (1200, 2400)
+    """
+    other_devices = devices - 1
+    if kind == "all-gather":
+        return size * other_devices
+    if kind in ("all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"):
+        return (1 + (kind == "all-reduce")) * size * other_devices // devices
+    return size
 
 
 def sends_of(program: Program, mesh: Mapping[str, int], devices: int) -> list[Send]:

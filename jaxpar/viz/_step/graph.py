@@ -11,6 +11,7 @@ from typing import Literal
 
 from .._graph import human
 from .._program.memory import StepMemory
+from .._program.sends import sent_around_ring
 
 Phase = Literal["forward", "backward", "gradients", "parameters", "optimizer", "metrics", "elsewhere"]
 
@@ -125,6 +126,11 @@ class Collective:
     def total_bytes(self) -> int:
         """Bytes of one device's inputs in a step."""
         return self.bytes * self.times
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that go out of one device in a step, around a ring of the devices."""
+        return sent_around_ring(self.kind, self.bytes, self.devices) * self.times
 
 
 @dataclass(frozen=True, slots=True)

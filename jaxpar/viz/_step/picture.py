@@ -130,6 +130,14 @@ class _Drawing:
         edge = next((e for e in self.graph.edges if e.phase == phase and e.source == layer.name), None)
         return [*edge_text(edge), *self._sent(phase, (layer.name,))] if edge else self._sent(phase, (layer.name,))
 
+    def _gathered(self, layer: StepLayer) -> list[Line]:
+        """What is sent between the band and a forward box. A bucket of several layers' params is at the first."""
+        if sent := self._sent("parameters", (layer.name,)):
+            return sent
+        shared = (one for one in self.graph.collectives if one.phase == "parameters" and layer.name in one.layers)
+        bucket = next(shared, None)
+        return [(f"{bucket.kind} together", "sent"), (cut(f"with {bucket.layers[0]}", 18), "sent")] if bucket else []
+
     def _row_of(self, layer: StepLayer) -> Row:
         options = self.options
         return Row(
@@ -139,7 +147,7 @@ class _Drawing:
             band=weights_text(layer, self.graph.arguments) if layer.params else [],
             above=self._leaving("forward", layer),
             below=self._leaving("backward", layer),
-            gather=self._sent("parameters", (layer.name,)),
+            gather=self._gathered(layer),
             gradients=self._sent("gradients", (layer.name,)),
         )
 

@@ -352,11 +352,18 @@ def _arguments(program: Program, net: Net) -> dict[str, str]:
     for parameter in program.arguments:
         shape = parameter.arrays[0].shape
         named = (n for n, leaf in enumerate(leaves) if leaf.name == parameter.argument)
-        next_one = (n for n in range(at, len(leaves)) if is_part(shape, leaves[n].shape))
+        next_one = (n for n in range(at, len(leaves)) if may_be(shape, leaves[n].shape))
         number = next(named, next(next_one, None))
         if number is not None:
             names[parameter.name], at = leaves[number].name, number + 1
     return names
+
+
+def may_be(local_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether an array may be one device's part of another, also of one in padded rows, (devices, chunk)."""
+    size, devices = math.prod(local_shape), shape[0] if len(shape) == 2 else 0
+    in_rows = any(0 <= math.prod(shape) - size * count < devices for count in (1, devices))
+    return is_part(local_shape, shape) or in_rows
 
 
 def is_part(local_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -457,7 +464,7 @@ class Placing:
         """Where most of the bytes go that are sent together, and the layers of all that go there."""
         at = self.places.draft_at.get(instruction.name)
         if at is not None and at in self._glue:
-            return "gradients", self._behind(at)
+            return "gradients", self._summed(instruction, at)
         if at is not None and at in self.phases.gathers:
             return "parameters", [row.draft.at for row in self.phases.gathers[at]]
         ways: dict[Phase, tuple[int, list[int]]] = {}
@@ -479,13 +486,29 @@ class Placing:
         passes, goals = {phase for _, phase in before}, {phase for _, phase in after}
         readers = [at for at, phase in after if phase in ("forward", "backward")]
         if passes == {"argument"} and readers:
-            known_layers = [at for at in readers if at != _UNKNOWN]
+            # What reads it may be fused, and named after another layer. So the params that it shows come first.
+            ends = (self.places.arguments.get(end, "") for end, _ in self._ends([(name, None)], back=True))
+            params = sorted({param for param in ends if param in self._readers})
+            layers = [
+                at for param in params for at in self._readers[param].intersection(readers) or self._readers[param]
+            ]
+            known_layers = layers or [at for at in readers if at != _UNKNOWN]
             return ("parameters", known_layers) if known_layers else ("elsewhere", [])
         of_gradient = "backward" in passes or ("optimizer" in goals and is_backward(instruction.op_name))
         if of_gradient and goals <= {"optimizer", "result"}:
             layers = [at for at, phase in before if phase == "backward"]
             return "gradients", self._by_parameter(instruction, number) or ([] if _UNKNOWN in layers else layers)
         return self._by_own(instruction, draft, [at for at, phase in before if phase in ("forward", "backward")])
+
+    def _summed(self, instruction: Instruction, glue: int) -> list[int]:
+        """The layers whose gradients a sum sends: those near it, or all that reach the equations of the sum."""
+        behind, layers = self._behind(glue), set[int]()
+        for number, name in enumerate(instruction.operands):
+            phase, near = self._way(instruction, glue, name, number if instruction.is_tuple else None)
+            if phase != "gradients" or not near:
+                return behind
+            layers.update(near)
+        return sorted(layers) if layers and layers.issubset(behind) else behind
 
     def _by_parameter(self, instruction: Instruction, number: int | None) -> list[int]:
         """The layers of the parameter that a gradient changes, through elementwise instructions of its size.
@@ -530,9 +553,13 @@ class Placing:
 
         What computes and is of no known layer ends the way too: what is beyond it is another layer.
         """
-        near = self.places.near(start, back=back, goes_on=lambda instruction: self._meaning(instruction) is None)
         end = _END, "argument" if back else "result"
-        return list(dict.fromkeys(self._meaning(self.program[name]) or end for name, _ in near))
+        ends = self._ends(start, back=back)
+        return list(dict.fromkeys(self._meaning(self.program[name]) or end for name, _ in ends))
+
+    def _ends(self, start: list[Value], *, back: bool) -> list[Value]:
+        """The nearest instructions in one direction that compute for a layer, or end the program."""
+        return self.places.near(start, back=back, goes_on=lambda instruction: self._meaning(instruction) is None)
 
     def _meaning(self, instruction: Instruction) -> tuple[int, str] | None:
         """The layer that an instruction computes for, and its phase. None for one that only hands arrays on."""

@@ -33,6 +33,7 @@ from .._program.memory import StepMemory, memory_of
 from .._program.sends import KINDS, sends_of
 from .._trace import all_layers, close
 from .edges import arguments_of, device_count, edges_of, mesh_of
+from .gathered import read_as_params
 from .graph import StepGraph, StepLayer, StepPart
 from .places import Places, Placing, Row
 
@@ -43,9 +44,6 @@ Profile = Mapping[str, float] | str | os.PathLike[str]
 _HEATS = ("flop/byte", "memory")
 _MOST_NODES = 200  # layers in a picture
 _ROWS = (12, 10, 8, 6)  # of boxes, that a picture has at most until it fits a screen
-# Of boxes. Layers without names, as those of kind `sharded`, close into two or three boxes that say nothing. Then the
-# picture is higher than a screen.
-_FEWEST_ROWS = 4
 
 
 def trace_step(
@@ -206,17 +204,13 @@ def read_step(
     program, depth, most = parse(compiled.as_text() or ""), *options[:2]
     memory = memory_of(program, compiled)
     # A picture that is too high is made again, of fewer rows.
-    rows, higher = iter(_ROWS), None
+    rows = iter(_ROWS)
     while True:
         net = whole.copy()
         close(net, depth, most)
         graph, network = _graph_of(step, args, net, compiled, program, memory, seconds_or_folder)
-        # What has no params, such as the slices of a bucket, is no layer that a reader looks for.
-        if higher is not None and sum(layer.params > 0 for layer in graph.layers) < _FEWEST_ROWS:
-            return higher
         if fits is None or fits(graph, network) or (fewer := next(rows, None)) is None:
             return graph, network
-        higher = graph, network
         close_until(whole, functools.partial(_has_rows, most=fewer), few=FEW_BOXES)
 
 
@@ -277,6 +271,7 @@ def _read(
         if str(error).startswith("viz: "):  # an argument that is no array, an option
             raise
         raise _failure(step, args, "traced", error) from error
+    read_as_params(raw)
     net = all_layers(raw, *options[2:])
     try:
         with warnings.catch_warnings():
