@@ -18,9 +18,9 @@ import optax
 import pytest
 from kv_model import collectives_in
 
-from jaxpar import kv, parallel, train
+from jaxpar import kv, parallel, train, viz
 from jaxpar.__main__ import main
-from jaxpar._cli.commands import _choice
+from jaxpar._cli.commands import parse_choice
 from jaxpar.train._plan import child
 from jaxpar.train._plan.child import Slice
 
@@ -145,7 +145,7 @@ def sent_by(text, devices):
 @pytest.mark.parametrize("choices", [{"kind": "sharded"}, {"kind": "device"}, {"fsdp": True}], ids=str)
 def test_what_each_layer_sends_on_several_meshes(choices):
     """As many bytes as an independent count in the texts of the programs. "v5e" is four CPU devices here."""
-    compared = train.compare_meshes(make, on=["cpu:2", "cpu:8", "v5e:2x2"], **choices)
+    compared = viz.compare_meshes(make, on=["cpu:2", "cpu:8", "v5e:2x2"], **choices)  # the same function
     devices = {"cpu:2": 2, "cpu:8": 8, "v5e:2x2": COUNT}
     assert {on: step.devices for on, step in compared.steps.items()} == devices
     for on, count in devices.items():
@@ -347,7 +347,7 @@ def test_the_command_line(capsys, monkeypatch, tmp_path):
         "kind=device,sharded": ["device", "sharded"],
         "a=": [""],
     }
-    assert {text: _choice(text)[1] for text in wanted} == wanted
+    assert {text: parse_choice(text)[1] for text in wanted} == wanted
     assert main([*here, "--choose", "kind=device,sharded"]) == 0
     assert "compared" in capsys.readouterr().out
     for words, message in [
