@@ -1,4 +1,4 @@
-"""What the room has only on first use: `Plot` and `DiffPlot`, which load graphviz, and `compare_meshes` of `jp.train`."""
+"""What loads on first use: `Plot` and `DiffPlot`, which need graphviz, and `compare_meshes` of `jp.train`."""
 
 from __future__ import annotations
 
