@@ -169,7 +169,8 @@ def test_the_size_of_a_picture_is_known_before_it_is_drawn(name, direction):
     plot = viz.plot_network(fn, *args, direction=direction, max_nodes=30)
     real = map(float, re.search(rb'<svg width="(\d+)pt" height="(\d+)pt"', plot.pipe("svg")).groups())
     long = direction == "up"
-    assert extent(plot.network, plot.options)[long] == pytest.approx([*real][long], rel=0.15)
+    # It counts with a wide font. Of a narrow one, such as Liberation Sans, pictures are up to a quarter shorter.
+    assert 0.85 < extent(plot.network, plot.options)[long] / [*real][long] < 1.25
 
 
 def texts(plot):
