@@ -238,7 +238,7 @@ REFUSED = {
     "sums of columns": (V, value(lambda x: (x.sum(0), x.sum(0))), ["sum", "(5,)", "weight", "(5,)"]),
     "as many values by chance": (V, value(lambda x: x[0, 0] * jnp.ones(8)), ["'loss'", "(8,)", "16 examples"]),
     "as many weights by chance": (V, value(lambda x: (jnp.ones(8),) * 2), ["(8,)", "weight (8,)", "16"]),
-    "three parts": (V, value(lambda x: (x, x, x)), ["unpack"]),  # of Python
+    "three parts": (V, value(lambda x: (x, x, x)), ["tuple of 3", "(sum, weight)"]),
     "columns of pixels": (
         V,
         value(lambda x: train.per_class_accuracy(jnp.ones((8, 4, 4)), jnp.zeros((8, 4), int))),
