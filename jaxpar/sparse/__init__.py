@@ -22,6 +22,7 @@ from ._row_sparse import (
     coalesce as coalesce,
     from_dense as from_dense,
     lazy_update as lazy_update,
+    padded as _padded,  # noqa: F401
     read as _read,  # noqa: F401
     take as take,
     to_dense as to_dense,

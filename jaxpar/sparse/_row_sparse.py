@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from .._core import host
 from .._core.arrays import PyTree, check_plain, is_of_numbers
@@ -231,7 +231,9 @@ def take(array: jax.Array, row_ids: Ids, *, size: int | None = None) -> RowSpars
     # Under `jit` nobody knows how many ids are distinct. So there are `size` rows, and the last ones may be padding.
     if _is_known(ids):
         unique = np.unique(np.asarray(ids))
-        unique = np.append(unique, np.full(size - unique.size, count))
+        unique = np.append(unique, np.full(size - unique.size, count)).astype(np.int32)
+        if not isinstance(array, Tracer):
+            return _make_unchecked(array.shape, (jax.device_put(unique), _gather_now(array, unique)))
     else:
         unique = jnp.unique(_padding_last(jnp.asarray(ids, jnp.int32), count), size=size, fill_value=count)
     unique = jnp.asarray(unique, jnp.int32)
@@ -471,6 +473,41 @@ def _check_range(ids: np.ndarray | jax.Array, count: int, what: str, *, last: in
 def _padding_last(indices: jax.Array, count: int) -> jax.Array:
     """The indices with `count` for those out of range. JAX would count a negative one from the end."""
     return jnp.where((indices < 0) | (indices > count), count, indices)
+
+
+def _gather_now(table: jax.Array, indices: np.ndarray) -> jax.Array:
+    """As `_gather`, at the prompt. The indices are sorted and not negative."""
+    # Ids of a batch have another number of different ones each time, and each number would be another program. NumPy
+    # needs none, and reads the memory of a CPU without a copy.
+    if is_on_cpu(table):
+        rows = np.zeros((indices.size, *table.shape[1:]), table.dtype)
+        count = int(np.searchsorted(indices, table.shape[0]))  # what follows is padding
+        rows[:count] = np.asarray(table)[indices[:count]]
+        return jax.device_put(rows, table.sharding if table.committed else None)
+    return _gather_program(table, indices)
+
+
+def is_on_cpu(array: jax.Array) -> bool:
+    """Whether an array is on one CPU device of this process."""
+    return isinstance(array.sharding, SingleDeviceSharding) and next(iter(array.devices())).platform == "cpu"
+
+
+@jax.jit
+def _gather_program(table: jax.Array, indices: jax.Array) -> jax.Array:
+    return _gather(table, indices)
+
+
+def padded(rows: RowSparse) -> RowSparse:
+    """The rows, with padding up to a power of two: programs for few numbers of rows take pushes of any number."""
+    count = rows.indices.shape[0]
+    more = (1 << max(0, count - 1).bit_length()) - count
+    if count == 0 or more == 0:
+        return rows
+    # By NumPy a CPU needs no program for this either.
+    xp: Any = np if is_on_cpu(rows.indices) and is_on_cpu(rows.values) else jnp
+    indices = xp.append(xp.asarray(rows.indices), xp.full(more, rows.shape[0], np.int32))
+    zeros = xp.zeros((more, *rows.shape[1:]), rows.values.dtype)
+    return _make_unchecked(rows.shape, (indices, xp.concatenate([xp.asarray(rows.values), zeros])))
 
 
 def _gather(table: jax.Array, indices: jax.Array) -> jax.Array:

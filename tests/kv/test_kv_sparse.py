@@ -1,5 +1,7 @@
 """Rows pushed into a store: sums, lazy updates, every place they may come from."""
 
+import logging
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -185,3 +187,43 @@ def test_pulling_rows_under_jit():
     np.testing.assert_array_equal(rows.values[:2], whole_numbers(9, *SHAPE)[[0, 3]])
     on = jax.jit(lambda s, ids: kv.row_sparse_pull(s, 3, ids, devices=jax.devices()[:2]))(store, jnp.array([3]))
     assert [r.indices.tolist() for r in on] == [[3], [3]]
+
+
+def test_other_numbers_of_rows_need_no_other_programs(caplog):
+    """Each batch of a recommender has another number of different ids."""
+    rng, updater = np.random.default_rng(0), updaters.mxnet_sgd(0.1, momentum=0.9)
+    table = jnp.asarray(rng.normal(size=(50, 3)), jnp.float32)
+    start = kv.set_updater(kv.init(kv.create("device"), 0, table), updater)
+
+    def pushed(rows):
+        return RowSparse(rows, rng.normal(size=(len(rows), 3)).astype(np.float32), (50, 3))
+
+    batches = [pushed(rng.permutation(50)[:count]) for count in (8, 8, 5, 6, 7)]
+    store = kv.push(kv.push(start, 0, batches[0]), 0, batches[1])  # the first one puts the state on its device
+    kv.row_sparse_pull(store, 0, [1, 2])
+    kv.pull(store, 0)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        for batch in batches[2:]:
+            store = kv.push(store, 0, batch)
+            rows = kv.row_sparse_pull(store, 0, np.asarray(batch.indices))
+            np.testing.assert_array_equal(rows.indices, np.sort(batch.indices))
+            np.testing.assert_array_equal(rows.values, np.asarray(kv.pull(store, 0))[rows.indices])
+    assert [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiling")] == []
+    # To the bit what a program for the very number of rows gives: inside of a `jit` nothing is padded.
+    expected = start
+    for batch in batches:
+        expected = jax.jit(lambda store, batch: kv.push(store, 0, batch))(expected, batch)
+    assert expected == store
+
+
+def test_a_plain_function_gets_the_rows_that_were_pushed():
+    shapes = []
+
+    def updater(key, pushed, stored):
+        shapes.append(pushed.shape)
+        return stored + pushed
+
+    store = kv.set_updater(kv.init(kv.create("device"), 0, jnp.zeros((9, 2))), updater)
+    store = kv.push(store, 0, RowSparse([4, 1, 7], np.ones((3, 2), np.float32), (9, 2)))
+    assert shapes == [(3, 2)]
+    assert np.flatnonzero(np.asarray(kv.pull(store, 0)).any(1)).tolist() == [1, 4, 7]
