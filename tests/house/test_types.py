@@ -103,13 +103,16 @@ def test_every_public_name_has_a_complete_type(tmp_path):
     modules = {module["name"] for module in report["modules"]}
     assert {"jaxpar.kv", "jaxpar.train", "jaxpar.viz", "jaxpar.parallel", "jaxpar.models.lenet"} <= modules
     incomplete = {symbol["name"] for symbol in report["symbols"] if not symbol["isTypeKnown"]}
-    # A `Plot` is a `graphviz.Digraph`, and graphviz has no py.typed. A plan and a fault return one.
+    # A `Plot` is a `graphviz.Digraph`, and graphviz has no py.typed. A plan, a comparison and a fault return one.
     public = {name for name in incomplete if "._" not in name}
     plots = {
         f"jaxpar.viz.{name}" for name in ("Plot", "DiffPlot", "plot_network", "plot_step", "diff", "first_nonfinite")
     }
-    assert public == {*plots, *(f"jaxpar.train.{name}" for name in ("Plan", "plan", "Fault", "Verified"))}
+    assert public == {
+        *plots,
+        *(f"jaxpar.train.{name}" for name in ("Plan", "plan", "MeshComparison", "compare_meshes", "Fault", "Verified")),
+    }
     defined = {name.rpartition(".")[2] for name in incomplete - public}
     plots = {"Plot", "DiffPlot", "StepPlot", "NonfinitePlot"}
-    assert defined == {*plots, "Plan", "Fault", "Verified", "plot", "fault"}
+    assert defined == {*plots, "Plan", "MeshComparison", "Fault", "Verified", "plot", "fault"}
     assert report["exportedSymbolCounts"]["withKnownType"] > 150
