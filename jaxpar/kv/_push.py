@@ -486,9 +486,8 @@ def _push_rows(
         stored, state = store.values[key], store.updater_state[key]
         run = functools.partial(aggregate.update_by_rows, store.updater)
         if not is_tracing():
-            # Each batch has another number of rows, and each number would be another program. A plain function gets
-            # the rows as they are: it may look at all of them.
-            rows = [sparse._padded(r) for r in rows] if isinstance(store.updater, Updater) else rows
+            # Each batch has another number of rows, and each number would be another program.
+            rows = [sparse._padded(r) for r in rows] if updaters._takes_padding(store.updater) else rows
             # Rows go to the table, which stays where it is: it may be much larger.
             rows = [_sum_over_processes(rows, stored.dtype)] if over_processes else rows
             rows = put(rows, stored.sharding)

@@ -49,4 +49,5 @@ from ._updaters import (
     rate_names as _rate_names,
     set_learning_rate as set_learning_rate,
     stateless as stateless,
+    takes_padding as _takes_padding,
 )

@@ -168,6 +168,12 @@ def is_lazy(updater: object, state: State) -> bool:
     return ask is None or ask(state)
 
 
+def takes_padding(updater: object) -> bool:
+    """Whether rows of zeros among those that are pushed change nothing: of MXNet's optimizers, which see each alone."""
+    # Others may look at all rows at once, such as `optax.adafactor` at their mean square.
+    return updater in (assign, accumulate) or hasattr(getattr(updater, "update", None), "is_lazy")
+
+
 def check_rows(updater: object, key: int) -> None:
     """`ValueError` for one of MXNet's optimizers that cannot be pushed rows of this key."""
     check = getattr(getattr(updater, "update", None), "check_rows", None)

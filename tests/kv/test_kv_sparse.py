@@ -216,6 +216,21 @@ def test_other_numbers_of_rows_need_no_other_programs(caplog):
     assert expected == store
 
 
+@pytest.mark.parametrize(
+    "updater",
+    [
+        updaters.from_optax(optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(1.0))),
+        updaters.Updater(lambda key, value: (), lambda key, pushed, state, stored: (stored + pushed.mean(), state)),
+    ],
+    ids=["optax", "own"],
+)
+def test_an_updater_that_looks_at_all_rows_sees_no_others(updater):
+    store = kv.set_updater(kv.init(kv.create("device"), 0, jnp.zeros((9, 2))), updater)
+    rows = RowSparse([1, 4, 7], np.arange(6, dtype=np.float32).reshape(3, 2), (9, 2))
+    new, _ = updater.update(0, rows.values, updater.init(0, rows.values), jnp.zeros((3, 2)))
+    np.testing.assert_allclose(kv.pull(kv.push(store, 0, rows), 0)[np.array([1, 4, 7])], new, rtol=1e-6)
+
+
 def test_a_plain_function_gets_the_rows_that_were_pushed():
     shapes = []
 
