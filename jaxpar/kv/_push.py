@@ -487,10 +487,13 @@ def _push_rows(
         run = functools.partial(aggregate.update_by_rows, store.updater)
         if not is_tracing():
             # Each batch has another number of rows, and each number would be another program.
-            rows = [sparse._padded(r) for r in rows] if updaters._takes_padding(store.updater) else rows
+            by_row = updaters._takes_padding(store.updater)
+            rows = [sparse._padded(r) for r in rows] if by_row else rows
             # Rows go to the table, which stays where it is: it may be much larger.
             rows = [_sum_over_processes(rows, stored.dtype)] if over_processes else rows
             rows = put(rows, stored.sharding)
+            # An updater that may look at all rows gets each once, and no padding. How many there are is known here.
+            rows = rows if by_row else [sparse.add(aggregate.cast_rows(rows, stored.dtype))]
             run = _compiled(store.updater) if isinstance(store.updater, Updater) else run
         changes.values[key], changes.updater_state[key] = run(key, axis_name, rows, state, stored, num_updates.get(key))
     return changes

@@ -229,6 +229,9 @@ def test_an_updater_that_looks_at_all_rows_sees_no_others(updater):
     rows = RowSparse([1, 4, 7], np.arange(6, dtype=np.float32).reshape(3, 2), (9, 2))
     new, _ = updater.update(0, rows.values, updater.init(0, rows.values), jnp.zeros((3, 2)))
     np.testing.assert_allclose(kv.pull(kv.push(store, 0, rows), 0)[np.array([1, 4, 7])], new, rtol=1e-6)
+    # Nor those that are left over where two values have the same rows.
+    halves = [RowSparse(rows.indices, rows.values / 2, (9, 2))] * 2
+    np.testing.assert_allclose(kv.pull(kv.push(store, 0, halves), 0)[np.array([1, 4, 7])], new, rtol=1e-6)
 
 
 def test_a_plain_function_gets_the_rows_that_were_pushed():
