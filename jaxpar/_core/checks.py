@@ -308,7 +308,8 @@ def arrays_of_numbers(tree: PyTree, caller: str) -> None:
 
 
 def matched(patterns: Sequence[str], names: Sequence[str], caller: str) -> list[bool]:
-    """Which of the names of params match one of the patterns. `ValueError` for a pattern that matches none."""
+    """Which of the names of params match one of the patterns, or of `a|b`. `ValueError` for one that matches none."""
+    patterns = [part for pattern in patterns for part in ([pattern] if pattern in names else pattern.split("|"))]
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
             subtrees = {subtree for name in names for subtree in (name, name.rpartition("/")[0])}

@@ -81,7 +81,8 @@ def from_params(
             `jp.parallel.fsdp("data")`, or a pytree of `NamedSharding` or `PartitionSpec`. None keeps the sharding of
             the params. Params without one are replicated, or split by `fsdp` over the first axis in kind `sharded`.
         frozen: the params that are not trained: a function `(name, leaf) -> bool`; a pattern, or a list of patterns,
-            for the name of a param or of a subtree, such as `"teacher"` or `"*/bias"`; or a pytree prefix of bools.
+            for the name of a param or of a subtree, such as `"teacher"`, `"*/bias"` or `"teacher|head"`; or a
+            pytree prefix of bools.
             Frozen params stay in `to_params` and `state.params`. They have no gradient and no optimizer state, and a
             push to one raises. Devices send nothing for frozen params, unless `sharding` splits them.
 

@@ -166,12 +166,13 @@ def test_nothing_may_be_frozen(frozen):
     [
         ("techer", ValueError, "'techer' matches no param; did you mean teacher?"),
         (["teacher", "head"], ValueError, "'head' matches no param"),
+        ("teacher|head", ValueError, "'head' matches no param"),
         ({"student": 0, "teacher": 1}, TypeError, "must give True or False for each param, got 0 for 'student/in'"),
         (lambda name, leaf: None, TypeError, "must give True or False"),
         (True, ValueError, "leaves no floating param to train"),
         ("*", ValueError, "leaves no floating param to train"),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_what_says_nothing_of_the_params_is_refused(frozen, kind, words):
     with pytest.raises(kind, match=re.escape(words)):

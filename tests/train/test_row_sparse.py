@@ -14,7 +14,7 @@ from jaxpar._devices import collectives
 from jaxpar.train._step import lookups
 
 USERS, ITEMS, WIDTH, SIZE = 37, 23, 3, 16
-TABLES = {"row_sparse": ("user", "item")}
+TABLES = {"row_sparse": "user|item"}
 
 
 def params():

@@ -229,6 +229,28 @@ def test_a_fork_is_a_run_that_skipped_the_batch(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_fork_that_is_there_goes_on_and_another_one_is_refused(tmp_path):
+    """Somebody goes back to the cell that forks, after the fork was trained."""
+    fit(tmp_path / "a", *start())
+    make = lambda **options: train.open(tmp_path / "a", start()[1], examples()).fork(tmp_path / "b", **options)  # noqa: E731
+    trained, _ = fit(tmp_path / "b", *make(at=24, without=[30]), steps=28, certificate=None)
+    expected = hash_of(trained)
+
+    fork = make(at=24, without=[30])
+    assert (fork.last_step, fork.left_out, hash_of(fork.at(28))) == (28, {30}, expected)
+    state, history = fit(tmp_path / "b", *fork, certificate=None)
+    assert (int(state.step), history[-1]["step"]) == (STEPS, STEPS)
+    before = {p: p.read_bytes() for p in (tmp_path / "b").rglob("*") if p.is_file()}
+    for options in ({"at": 23, "without": [30]}, {"at": 24}, {"at": 24, "without": [30], "optimizer": optax.sgd(0.1)}):
+        with pytest.raises(FileExistsError, match="give another directory"):
+            make(**options)
+    with pytest.raises(FileExistsError, match="give another directory"):
+        train.open(tmp_path / "b", start()[1], examples()).fork(tmp_path / "a", at=24)
+    assert {p: p.read_bytes() for p in (tmp_path / "b").rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.slow
 def test_two_runs_over_one_iterator_are_compared_one_after_the_other(tmp_path):
     source = SOURCES["an iterator that seeks"]()
     fit(tmp_path / "a", *start(), source)
@@ -618,10 +640,7 @@ def test_fork_and_verify_that_are_killed_lose_nothing(tmp_path):
         assert done.returncode == -signal.SIGKILL, done.stderr
         assert contents() == before
         if call == "fork":
-            try:
-                fork = train.open(tmp_path / "a", start()[1], examples()).fork(tmp_path / "b", at=24, without=[30])
-            except FileExistsError:  # it was whole
-                fork = train.open(tmp_path / "b", start()[1], examples())
+            fork = train.open(tmp_path / "a", start()[1], examples()).fork(tmp_path / "b", at=24, without=[30])
             assert (fork.left_out, fork.forked_from) == ({30}, (str(tmp_path / "a"), 24))
             assert hash_of(fork.at(24)) == certified(tmp_path / "a")[24]
             shutil.rmtree(tmp_path / "b")

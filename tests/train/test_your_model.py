@@ -245,6 +245,7 @@ def test_what_has_params_only_is_taken(what):
 def test_frozen_statistics_are_taken_and_frozen_streams_are_not():
     """A batch norm that is evaluated only is a common part of a network. A stream would draw the same at each step."""
     assert kv.from_params(NnxNet(nnx.Rngs(0)), frozen=["*/mean", "*/var"]).frozen
+    assert kv.from_params(NnxNet(nnx.Rngs(0)), frozen="*/mean|*/var").frozen
     assert kv.from_params(linen_variables(), frozen="batch_stats").frozen
     with pytest.raises(TypeError, match="RngCount"):
         kv.from_params(Dropping(nnx.Rngs(0)), frozen="drop")

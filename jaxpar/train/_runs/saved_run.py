@@ -204,7 +204,8 @@ class SavedRun:
             state, history = train.fit(*fork, epochs=20, checkpoint_dir=fork.directory)
 
         Args:
-            directory: a directory without checkpoints, for those of the fork. It gets the state after step `at`.
+            directory: a directory without checkpoints, for those of the fork. It gets the state after step `at`. If it
+                has those of this very fork, they stay, and `fit` goes on from the last one.
             at: the number of the step.
             optimizer: another optimizer, whose state begins anew. None: the same one goes on.
             without: the numbers of later steps that make no update. What comes after such a step is as in a run that
@@ -212,7 +213,7 @@ class SavedRun:
                 later steps that this run leaves out, unless they are given here.
 
         Raises:
-            FileExistsError: the directory has checkpoints.
+            FileExistsError: the directory has checkpoints of another run or fork.
             ValueError: a step in `without` is not after `at`; and as of `at()`.
         """
         # 1. What is asked for, checked before any step is made.
@@ -224,10 +225,15 @@ class SavedRun:
                 f"run.fork: step {left_out[0]} in without is not after step {number}, where the fork begins; give an "
                 "earlier at="
             )
-        with processes.raise_together():
+
+        def look_into_target() -> str | None:
             listed, _ = checkpoint._newest_first(target)
-            if listed:
+            info: dict[str, Any] = listed[0][1].get("info", {}) if listed else {}
+            if listed and info.get("forked_from") != [str(self.directory), number]:
                 raise FileExistsError(f"run.fork: {target} has checkpoints already; give another directory")
+            return info.get("run", "") if listed else None
+
+        there = processes.ask_first(look_into_target, FileExistsError)  # the name of a fork that is there already
         step, _ = self._needed("run.fork")
         if not isinstance(step, TrainStep):
             raise TypeError(
@@ -265,8 +271,9 @@ class SavedRun:
         state = step.complete(state)
         step.like = shapes_on(state, leaf_shardings(state))
 
-        # 4. A checkpoint of it in the new directory, from which `fit` goes on. What callbacks remembered is only known
-        #    where the run saved it. The record of an epoch that was cut short is no record of the fork.
+        # 4. A checkpoint of it in the new directory, from which `fit` goes on. If this very fork is there already, a
+        #    cell of a notebook ran again, and its last checkpoint is the one to go on from. What callbacks remember is
+        #    only known where the run saved it. The record of an epoch that was cut short is no record of the fork.
         history = [record for record in self.history if record["step"] <= number and not record.get("interrupted")]
         made_by = {**certificate.header_of(step, state), **describe(self._call(state, step, number + 1), state)}
         ragged = info.epochs_over is not None and clock is not None
@@ -291,9 +298,15 @@ class SavedRun:
             forked_from=[str(self.directory), number],
             certificate=None,
         )
-        manager = checkpoint.Manager(target)
-        with contextlib.closing(manager):
-            manager._save(state, forked.to_json(), kept=True, records=history)
+        if there is None:
+            manager = checkpoint.Manager(target)
+            with contextlib.closing(manager):
+                manager._save(state, forked.to_json(), kept=True, records=history)
+        elif there != forked.run:
+            raise FileExistsError(
+                f"run.fork: {target} has checkpoints of another fork, which differs in the optimizer, the steps that "
+                "it leaves out, or what computed it; give another directory"
+            )
         return open(target, step, self.data, state=state)
 
     def to_dict(self) -> dict[str, Any]:
