@@ -936,13 +936,28 @@ def numbers(name, symbol, shapes, folder, arrays=None, training=True):
     mx.model.save_checkpoint(str(folder / name), 0, symbol, params, states)
     found = {f"input {n}": made[n] for n in symbol.list_inputs() if n in given}
 
+    marks = symbol.attr_dict()
+    kinds_of_storage = {
+        n: ("default", "row_sparse", "csr")[int(m.get("__storage_type__", 0))] for n, m in marks.items()
+    }
+    has_rows = "SparseEmbedding" in symbol.tojson() or "row_sparse" in kinds_of_storage.values()
+
     def bound(symbol, dtype="float32"):
-        arguments = {n: mx.nd.array(made[n], dtype=dtype) for n in symbol.list_arguments()}
+        arguments = {
+            n: mx.nd.array(made[n], dtype=dtype).tostype(kinds_of_storage.get(n, "default"))
+            for n in symbol.list_arguments()
+        }
         grads = {n: mx.nd.zeros(arguments[n].shape, dtype=dtype) for n in params}
         if "SparseEmbedding" in symbol.tojson():
             grads = {n: mx.nd.sparse.zeros("row_sparse", arguments[n].shape) for n in params}
+        elif has_rows:
+            grads = {
+                n: mx.nd.sparse.zeros("row_sparse", g.shape) if kinds_of_storage.get(n) == "row_sparse" else g
+                for n, g in grads.items()
+            }
         aux = {n: mx.nd.array(made[n], dtype=dtype) for n in symbol.list_auxiliary_states()}
-        return symbol.bind(mx.cpu(), arguments, grads, {n: "write" if n in params else "null" for n in arguments}, aux)
+        wanted = {n: "write" if n in params and training else "null" for n in arguments}
+        return symbol.bind(mx.cpu(), arguments, grads, wanted, aux)
 
     for i, out in enumerate(bound(symbol).forward(is_train=False)):
         found[f"eval{i}"] = out.asnumpy()
@@ -950,28 +965,33 @@ def numbers(name, symbol, shapes, folder, arrays=None, training=True):
         ops = {node["op"] for node in nodes}
         plain = without_dropout(symbol)
         plain.save(str(folder / f"{name}-train-symbol.json"))
+        has_loss = any(op in LOSSES or op.endswith("RegressionOutput") for op in ops)
+
+        def trained(dtype):
+            executor = bound(plain, dtype)
+            outs = executor.forward(is_train=True)
+            heads = [
+                np.ones(o.shape, np.float32) if has_loss else rule(f"{name}/head{i}", o.shape, "n")
+                for i, o in enumerate(outs)
+            ]
+            executor.backward([mx.nd.array(head, dtype=dtype) for head in heads])
+            mx.nd.waitall()  # errors come late
+            return executor, outs, heads
+
         # In float64 where MXNet computes the network in it. In float32 some of its gradients, those of
         # norms of few values, are off by a tenth.
-        dtype = "float64"
         try:
-            if "_contrib_SparseEmbedding" in ops:  # its gradient is float32
+            if has_rows:  # their gradients are float32
                 raise TypeError
-            executor = bound(plain, dtype)
+            executor, outs, heads = trained("float64")
         except (mx.base.MXNetError, TypeError):
-            dtype = "float32"
-            executor = bound(plain)
-        outs = executor.forward(is_train=True)
-        has_loss = any(op in LOSSES or op.endswith("RegressionOutput") for op in ops)
-        heads = [
-            np.ones(o.shape, np.float32) if has_loss else rule(f"{name}/head{i}", o.shape, "n")
-            for i, o in enumerate(outs)
-        ]
-        executor.backward([mx.nd.array(head, dtype=dtype) for head in heads])
+            executor, outs, heads = trained("float32")
         optimizer = mx.optimizer.SGD(learning_rate=LR, momentum=0.9, wd=1e-3, rescale_grad=1 / heads[0].shape[0])
         updater = mx.optimizer.get_updater(optimizer)
         for i, n in enumerate(params):
-            updater(i, executor.grad_dict[n].tostype("default"), executor.arg_dict[n])
-            found[f"param {n}"] = executor.arg_dict[n].asnumpy()
+            value = executor.arg_dict[n].tostype("default")
+            updater(i, executor.grad_dict[n].tostype("default"), value)
+            found[f"param {n}"] = value.asnumpy()
         found.update({f"state {n}": np.float32(a.asnumpy()) for n, a in executor.aux_dict.items()})
         found.update({f"out{i}": np.float32(o.asnumpy()) for i, o in enumerate(outs)})
         found.update({f"head{i}": h for i, h in enumerate(heads)})
@@ -1002,7 +1022,8 @@ def export(name, net, *inputs, folder, training=True):
     """A network of Gluon, hybridized, by the symbol that `export` writes."""
     net.initialize(mx.init.Uniform(0.1))
     net.hybridize()
-    net(*(mx.nd.array(rule(f"{name}/data{i}", s, k)) for i, (s, k) in enumerate(inputs)))
+    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
+    net(*(array(rule(f"{name}/data{i}", s, k)) for i, (s, k) in enumerate(inputs)))
     net.export(str(folder / name), epoch=0)
     symbol = mx.sym.load(str(folder / f"{name}-symbol.json"))
     arrays = {n.split(":")[-1]: a.asnumpy() for n, a in mx.nd.load(str(folder / f"{name}-0000.params")).items()}
@@ -1029,6 +1050,106 @@ CV_SIZES = {  # of the first name that one begins with; of all others (2, 3, 128
     "faster_rcnn mask_rcnn": (1, 3, 256, 256),  # of one image
     "alpha_pose": (1, 3, 128, 96),
 }
+
+
+class Unrolled(gluon.HybridBlock):
+    """A recurrent cell over (batch, steps, features)."""
+
+    def __init__(self, cell, steps, **more):
+        super().__init__(**more)
+        self.steps = steps
+        with self.name_scope():
+            self.cell = cell
+
+    def hybrid_forward(self, F, x):
+        return self.cell.unroll(self.steps, x, merge_outputs=True)[0]
+
+
+# Of MXNet's NumPy interface
+
+
+class Residual(gluon.HybridBlock):
+    """Two convolutions around which the images go too."""
+
+    def __init__(self, channels, **more):
+        super().__init__(**more)
+        with self.name_scope():
+            self.first, self.second = (gluon.nn.Conv2D(channels, 3, padding=1) for _ in range(2))
+            self.around = gluon.nn.Conv2D(channels, 1)
+            self.norm = gluon.nn.BatchNorm()
+
+    def hybrid_forward(self, F, x):
+        y = self.second(F.npx.relu(self.norm(self.first(x))))
+        return F.npx.relu(y + self.around(x))
+
+
+class Attention(gluon.HybridBlock):
+    """Attention of several heads over (batch, steps, features), and a layer norm by hand."""
+
+    def __init__(self, features, heads, **more):
+        super().__init__(**more)
+        self.heads = heads
+        with self.name_scope():
+            self.of_all = gluon.nn.Dense(3 * features, flatten=False)
+            self.last = gluon.nn.Dense(features, flatten=False, activation="tanh")
+
+    def hybrid_forward(self, F, x):
+        split = F.npx.reshape(self.of_all(x), (-2, -2, 3, self.heads, -1))  # (batch, steps, kinds, heads, features)
+        queries, keys, values = (
+            F.npx.reshape(part, (-5, -2, -1)) for part in F.np.split(F.np.transpose(split, (0, 3, 2, 1, 4)), 3, axis=2)
+        )
+        scores = F.npx.batch_dot(queries, keys, transpose_b=True) / 2.0
+        seen = F.npx.batch_dot(F.npx.softmax(scores, axis=-1), values)
+        joined = F.npx.reshape(
+            F.np.transpose(F.npx.reshape(seen, (-6, -1, self.heads, -4)), (0, 2, 1, 3)), (-2, -2, -1)
+        )
+        y = self.last(joined) + x
+        y = y - F.np.mean(y, axis=-1, keepdims=True)
+        return y / F.np.sqrt(F.np.mean(y**2, axis=-1, keepdims=True) + 1e-5)  # MXNet has no gradient of np.var
+
+
+def numpy_networks():
+    """The same of MXNet's NumPy interface, by names that begin with "np_"."""
+
+    def sequence(*blocks):
+        net = gluon.nn.HybridSequential()
+        net.add(*blocks)
+        return net
+
+    nn = gluon.nn
+    images, text = [((2, 3, 16, 16), "n")], [((5, 2, 4), "n")]
+    return {
+        "np_mlp": (lambda: sequence(nn.Dense(8, "relu"), nn.Dense(4)), [((3, 6), "n")], True),
+        "np_lenet": (
+            lambda: sequence(
+                nn.Conv2D(4, 5, activation="sigmoid"),
+                nn.AvgPool2D(2, 2),
+                nn.Flatten(),
+                nn.Dense(8, "tanh"),
+                nn.Dense(4),
+            ),
+            images,
+            True,
+        ),
+        "np_residual": (
+            lambda: sequence(nn.Conv2D(4, 3), nn.MaxPool2D(2), Residual(6), nn.GlobalAvgPool2D(), nn.Dense(4)),
+            images,
+            True,
+        ),
+        "np_lstm": (lambda: gluon.rnn.LSTM(6, 2, bidirectional=True), text, True),
+        "np_gru": (lambda: gluon.rnn.GRU(6), text, True),
+        "np_attention": (lambda: sequence(Attention(8, 2), Attention(8, 4)), [((2, 5, 8), "n")], True),
+        "np_embedding": (
+            lambda: sequence(nn.Embedding(9, 4), nn.Flatten(), nn.Dense(6), nn.LeakyReLU(0.1), nn.LayerNorm()),
+            [((3, 4), "i9")],
+            True,
+        ),
+        "np_resnet18_v1": (
+            lambda: gluon.model_zoo.vision.get_model("resnet18_v1", classes=10),
+            [((2, 3, 32, 32), "n")],
+            True,
+        ),
+    }
 
 
 def gluon_networks():
@@ -1090,6 +1211,13 @@ def gluon_networks():
             [((5, 2, 4), "n")],
             True,
         )
+    # MXNet's CPU has no gradient of a projection.
+    found["gluon_lstm_projection"] = lambda: gluon.rnn.LSTM(6, 2, projection_size=3), [((5, 2, 4), "n")], False
+    found["gluon_lstmp_cell"] = (
+        lambda: Unrolled(gluon.contrib.rnn.LSTMPCell(6, 3), 4),
+        [((2, 4, 5), "n")],
+        True,
+    )
     return found
 
 
@@ -1100,9 +1228,11 @@ def main(folder, names):
         if not names or name in names:
             with mx.name.NameManager():
                 attempt(name, lambda: numbers(name, function(), shapes, folder))  # noqa: B023
-    for name, (make, inputs, training) in gluon_networks().items():
+    for name, (make, inputs, training) in {**gluon_networks(), **numpy_networks()}.items():
         if not names or name in names:
-            attempt(name, lambda: export(name, make(), *inputs, folder=folder, training=training))  # noqa: B023
+            is_numpy = name.startswith("np_")
+            with mx.util.np_shape(is_numpy), mx.util.np_array(is_numpy):
+                attempt(name, lambda: export(name, make(), *inputs, folder=folder, training=training))  # noqa: B023
 
 
 def attempt(name, run):

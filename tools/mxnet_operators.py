@@ -30,22 +30,38 @@ DIFFERS = {
     "BatchNorm _contrib_BatchNormWithReLU": "`fix_gamma=True` does not read `gamma`, MXNet writes 1 to it",
     "_contrib_SyncBatchNorm": "the devices that share a batch are those of the training step, not `ndev` and `key`",
     "Dropout": "draws from `rng`",
-    "RNN": "`projection_size`, `use_sequence_length` and clipped states are refused. MXNet's CPU ignores the last two, "
-    "and trains no projection",
+    "RNN": "`use_sequence_length` and clipped states are refused, MXNet's CPU ignores them. `projection_size` has a "
+    "gradient, MXNet's CPU has none",
     "log_softmax": "`use_length=True` is refused",
     "Cast amp_cast": "of a cast to float16 and straight back XLA leaves nothing, so that no digits are lost",
     "CTCLoss": "an empty label has the loss of blanks alone, MXNet reads memory that nothing wrote. A label that is "
     "too long for its steps has the loss 0 as in MXNet, and no gradient, where MXNet's is what stood in memory",
     "_contrib_SparseEmbedding Embedding": "the gradient is dense, MXNet's of `sparse_grad=True` has rows",
-    "cast_storage": "arrays stay dense",
+    "cast_storage _sparse_retain _square_sum": "arrays stay dense",
+    "_contrib_hawkesll": "all its arrays and both outputs have gradients, in MXNet only the likelihood by the rates, "
+    "`alpha` and `beta`",
+    "_contrib_RROIAlign": "with a `sampling_ratio` it has a gradient, MXNet has none",
+    "_image_resize": "bilinear, bicubic and of the nearest pixel; other ways of OpenCV are refused. Whole numbers may "
+    "differ by 1",
     "_image_flip_*": "the gradient is turned back, MXNet's is not",
     "_contrib_ModulatedDeformableConvolution": "has a gradient, MXNet's CPU has none",
-    "shape_array size_array _histogram _contrib_index_array": "whole numbers are int32, as JAX has them",
+    "shape_array size_array _histogram _contrib_index_array _npi_argmax _npi_argmin _npi_diag_indices_from"
+    " _npi_indices": "whole numbers are int32, as JAX has them",
     "_arange": "`infer_range=True` is refused",
     "_random_uniform* _random_normal* _random_gamma* _random_exponential* _random_poisson* _random_negative_binomial*"
-    " _random_generalized_negative_binomial* _random_randint _sample_* _shuffle": (
-        "draws from `rng`, so the numbers are others"
-    ),
+    " _random_generalized_negative_binomial* _random_randint _sample_* _shuffle _npi_uniform* _npi_normal*"
+    " _npi_bernoulli _npi_exponential _npi_gamma _npi_gumbel _npi_logistic _npi_pareto _npi_powerd _npi_rayleigh"
+    " _npi_weibull": ("draws from `rng`, so the numbers are others"),
+    "_npi_svd": "vectors may have the other sign",
+    "_npi_eigh": "vectors may have the other sign, and there is a gradient. MXNet's is 0",
+    "_npi_std _npi_var _np_atleast_?d": "has a gradient, MXNet's is 0",
+    "_npi_average": "the sum of the weights has a gradient too",
+    "_npi_copysign_scalar _npi_rcopysign_scalar _npi_pad": "has a gradient, MXNet has none for a number, nor for modes "
+    "of `pad` other than `constant`",
+    "_npi_where_lscalar _npi_where_rscalar _npi_rot90 _npi_rarctan2_scalar": "has the gradient of the "
+    "function, MXNet's is wrong",
+    "_npi_norm": "has the gradient of the function, MXNet's of the spectral norm is wrong",
+    "_npi_matmul": "has the gradient of the function, MXNet's is wrong where an axis of the batch is broadcast",
 }
 # Not read, and why.
 MISSING = {
@@ -53,25 +69,27 @@ MISSING = {
         "*_update *_update_phase? multi_* preloaded_* reset_arrays all_finite _multi_* _mp_* _adamw_update"
     ),
     "8 bits: quantized networks are not read": "*quantize* _contrib_calibrate_entropy _sg_mkldnn_*",
-    "of `mx.np`, another interface": "_np_* _npi_* _npx_*",
     "code of your own in Python: give `operators={name: function}`": (
         "Custom _CustomFunction _Native _NDArray _CachedOp* _NoGradient _cvimdecode _cvimread _cvimresize"
         " _cvcopyMakeBorder _imdecode"
     ),
     "graphs inside of a node": "_foreach _while_loop _cond",
     "sparse arrays": (
-        "_sparse_retain _square_sum _scatter_elemwise_div _scatter_minus_scalar _scatter_plus_scalar _contrib_dgl_*"
+        "_scatter_elemwise_div _scatter_minus_scalar _scatter_plus_scalar _contrib_dgl_*"
         " _contrib_edge_id _contrib_getnnz"
     ),
     "runs on GPUs only, so that it could not be compared": ("_contrib_count_sketch _contrib_fft _contrib_ifft"),
-    "augmentation, which belongs into a loader or `loss_fn`": ("_image_random_* _image_*lighting _image_resize"),
-    "the shape of its result depends on values": "_contrib_boolean_mask",
+    "augmentation, which belongs into a loader or `loss_fn`": ("_image_random_* _image_*lighting"),
+    "the shape of its result depends on values": (
+        "_contrib_boolean_mask _npx_nonzero _npi_unique _npi_bincount _npi_delete"
+    ),
     "writes into its input, or has no gradient of its own": (
         "_set_value _onehot_encode fill_element_0index _scatter_set_nd _zeros_without_dtype _broadcast_backward"
-        " _contrib_backward_* _split_v2_backward"
+        " _contrib_backward_* _split_v2_backward _npi_boolean_mask_assign_* _npi_share_memory _npx_constraint_check"
+        " _npi_hsplit_backward"
     ),
     "rare: give `operators={name: function}`": (
-        "_contrib_RROIAlign _contrib_DeformablePSROIPooling _contrib_hawkesll _sample_unique_zipfian"
+        "_sample_unique_zipfian _npi_choice _npi_multinomial _npi_eig _npi_eigvals _npi_insert_*"
     ),
 }
 
@@ -89,7 +107,7 @@ FUNCTIONS = {
     "image linalg": "operators whose names begin with `_image_`, `_linalg_`",
     "random": "`_random_uniform` and so on where the parameters are numbers, `_sample_uniform` where they are symbols",
     "sparse": "the operators of the same names, and `_sparse_retain`",
-    "numpy numpy_extension": "the operators of `mx.np`",
+    "numpy numpy_extension": "operators whose names begin with `_np_`, `_npi_` or `_npx_`, and many of `mx.sym`",
 }
 
 

@@ -83,9 +83,9 @@ def case(name, make, grads=True, behind=True, **given):
         try:
             symbol = make(**variables)
             record(name + key, sym.Group(list(symbol)) if len(symbol.list_outputs()) > 1 else symbol, given, grads)
-        except mx.base.MXNetError as error:
+        except Exception as error:  # of all kinds, and all of them are to be seen
             CASES.pop(name + key, None)
-            print("no", name + key, str(error).strip().splitlines()[-1][:300])
+            print("no", name + key, repr(error).strip()[-300:])
 
 
 def attributes(name, function, first, cases, **given):
@@ -640,10 +640,285 @@ def further_attributes():
          i=((5,), "i9"))  # fmt: skip
 
 
+def numpy_case(name, make, first, grads=True, behind=True, **given):
+    """A case of `mx.np`: `make` takes the inputs of `first` as symbols of `mx.np`, and gives one or several."""
+
+    def made(**v):
+        found = make(*(v[n].as_np_ndarray() for n in first.split()))
+        outs = [out.as_nd_ndarray() for out in (found if isinstance(found, (list, tuple)) else [found])]
+        return sym.Group(outs) if len(outs) > 1 else outs[0]
+
+    with mx.util.np_shape(True):
+        case(name, made, grads, behind, **given)
+
+
+def of_numpy():
+    """`mx.np`, of which networks under `npx.set_np()` are made."""
+    n, x = sym.np, sym.npx
+    one, two = {"a": (3, 4)}, {"a": (3, 1, 4), "b": (2, 4)}
+
+    def functions(names):
+        return [(name, getattr(n, name)) for name in names.split()]
+
+    unary = (
+        "sign square exp expm1 sin cos tan sinh cosh tanh arctan arcsinh negative cbrt degrees radians absolute"
+        " reciprocal"
+    )
+    for name in unary.split():
+        numpy_case(f"np {name}", getattr(n, name), "a", **one)
+    for name in "sqrt log log10 log2 log1p".split():
+        numpy_case(f"np {name}", getattr(n, name), "a", a=((3, 4), "u"))
+    for name, f in functions("arcsin arccos arctanh"):
+        numpy_case(f"np {name}", lambda a, f=f: f(n.tanh(a)), "a", behind=False, **one)
+    numpy_case("np arccosh", lambda a: n.arccosh(a + 1), "a", behind=False, a=((3, 4), "u"))
+    for name in "ceil floor trunc fix rint".split():
+        numpy_case(f"np {name}", getattr(n, name), "a", behind=False, **one)
+    for name in "logical_not isnan isinf isfinite isneginf isposinf".split():
+        numpy_case(f"np {name}", getattr(n, name), "a", grads=False, behind=False, a=((3, 4), "i2"))
+    numpy_case("np relu", x.relu, "a", **one)
+    numpy_case("np sigmoid", x.sigmoid, "a", **one)
+    numpy_case("np around", lambda a: n.around(a, 1), "a", behind=False, **one)
+    numpy_case("np round", lambda a: n.around(a * 10), "a", behind=False, **one)
+    numpy_case("np nan_to_num", lambda a: n.nan_to_num(n.log(a)), "a", grads=False, **one)
+    more = {"nan": 1.5, "posinf": 3.0, "neginf": -2.0}
+    numpy_case("np nan_to_num set", lambda a: n.nan_to_num(n.log(n.maximum(a, -0.1)), **more), "a", grads=False, **one)
+    for name in "add subtract multiply true_divide copysign arctan2 hypot maximum minimum mod".split():
+        numpy_case(f"np {name}", getattr(n, name), "a b", **two)
+    numpy_case("np power", n.power, "a b", a=((3, 1, 4), "u"), b=(2, 4))
+    numpy_case("np ldexp", n.ldexp, "a b", **two)
+    for name, f in functions("equal not_equal less less_equal greater greater_equal"):
+        numpy_case(f"np {name}", f, "a b", grads=False, behind=False, a=((3, 4), "i2"), b=((4,), "i2"))
+        numpy_case(f"np {name} number", lambda a, f=f: f(a, 1), "a", grads=False, behind=False,
+                   a=((3, 4), "i3"))  # fmt: skip
+    for name, f in functions("bitwise_and bitwise_or bitwise_xor lcm"):
+        both = lambda a, b, f=f: f(a.astype("int32"), b.astype("int32")).astype("float32")  # noqa: E731
+        numpy_case(f"np {name}", both, "a b", grads=False, a=((3, 4), "i9"), b=((4,), "i9"))
+        number = lambda a, f=f: f(a.astype("int32"), 6).astype("float32")  # noqa: E731
+        numpy_case(f"np {name} number", number, "a", grads=False, a=((3, 4), "i9"))
+    numpy_case("np bitwise_not", lambda a: n.bitwise_not(a.astype("int32")).astype("float32"), "a", grads=False,
+               a=((3, 4), "i9"))  # fmt: skip
+    for name in "add subtract multiply true_divide copysign arctan2 hypot maximum minimum mod power ldexp".split():
+        f = getattr(n, name)
+        more = {"grads": name != "copysign", "behind": False, "a": ((3, 4), "u")}  # MXNet's gradient of it is an error
+        numpy_case(f"np {name} number", lambda a, f=f: f(a, 0.8), "a", **more)
+        numpy_case(f"np {name} whole number", lambda a, f=f: f(a, 2), "a", **more)
+        if name not in ("hypot", "maximum", "minimum"):
+            numpy_case(f"np {name} of a number", lambda a, f=f: f(1.7, a), "a", **more)
+    # Whole numbers become floating where NumPy's do.
+    for key, make in {
+        "half": lambda a: a * 0.5, "plus": lambda a: a + 1, "over": lambda a: a / 2, "power": lambda a: a**2,
+        "minus": lambda a: 1.5 - a, "modulo": lambda a: a % 3, "root": lambda a: n.sqrt(a), "mean": lambda a: a.mean(),
+        "sum": lambda a: n.sum(a, axis=0), "greater": lambda a: a > 1, "exp": lambda a: n.exp(a),
+        "negative": lambda a: -a, "sigmoid of half": lambda a: x.sigmoid(a / 2), "std": lambda a: n.std(a),
+    }.items():  # fmt: skip
+        whole = lambda a, f=make: f(a.astype("int32")).astype("float32")  # noqa: E731
+        numpy_case(f"np whole {key}", whole, "a", grads=False, behind=False, a=((3, 4), "i5"))
+    a = {"a": (2, 3, 4)}
+    for name in "sum prod max min mean std var".split():
+        f = getattr(n, name)
+        numpy_case(f"np {name}", f, "a", **a)
+        numpy_case(f"np {name} axis", lambda a, f=f: f(a, axis=(0, 2), keepdims=True), "a", behind=False, **a)
+        numpy_case(f"np {name} last", lambda a, f=f: f(a, axis=-1), "a", behind=False, **a)
+    numpy_case("np max ties", lambda a: n.max(n.around(a), axis=1), "a", behind=False, **a)
+    numpy_case("np var ddof", lambda a: n.var(a, axis=1, ddof=1), "a", behind=False, **a)
+    numpy_case("np std ddof", lambda a: n.std(a, ddof=2), "a", behind=False, **a)
+    numpy_case("np sum dtype", lambda a: n.sum(a, axis=0, dtype="float32"), "a", behind=False, **a)
+    for name in "any all".split():
+        f = getattr(sym._internal, f"_np_{name}", None) or getattr(n, name)
+        numpy_case(f"np {name}", lambda a, f=f: f(a > 0, axis=1).astype("float32"), "a", grads=False, behind=False,
+                   a=((3, 4), "i2"))  # fmt: skip
+    for name in "argmax argmin".split():
+        f = getattr(n, name)
+        numpy_case(f"np {name}", lambda a, f=f: f(a, axis=1), "a", grads=False, behind=False, **a)
+        numpy_case(f"np {name} all", f, "a", grads=False, behind=False, **a)
+    numpy_case("np average", lambda a: n.average(a, axis=1), "a", behind=False, **a)
+    numpy_case("np average weights", lambda a, b: n.average(a, axis=1, weights=b), "a b", behind=False, a=(2, 3),
+               b=((3,), "u"))  # fmt: skip
+    numpy_case("np average returned", lambda a, b: n.average(a, weights=b, returned=True), "a b", behind=False,
+               a=(2, 3), b=((2, 3), "u"))  # fmt: skip
+    for key, more in {
+        "default": {}, "two": {"ord": 2, "axis": 1}, "one": {"ord": 1, "axis": 2}, "three": {"ord": 3, "axis": (0,)},
+        "axis": {"axis": (0, 2), "keepdims": True}, "fro": {"ord": "fro", "axis": (1, 2)},
+        "inf": {"ord": "inf", "axis": 1}, "spectral": {"ord": 2, "axis": (1, 2)},
+        "nuc": {"ord": "nuc", "axis": (1, 2)}, "matrix one": {"ord": 1, "axis": (1, 2)},
+    }.items():  # fmt: skip
+        numpy_case(f"np norm {key}", lambda a, m=more: n.linalg.norm(a, **m), "a", behind=False, **a)
+    for key, more in {
+        "default": {},
+        "axis": {"axis": 1, "keepdims": True},
+        "lower": {"interpolation": "lower"},
+    }.items():
+        numpy_case(f"np percentile {key}", lambda a, m=more: n.percentile(a, 30, **m), "a", grads=False, behind=False,
+                   **a)  # fmt: skip
+    numpy_case("np percentiles", lambda a, q: n.percentile(a, q * 40), "a q", grads=False, behind=False, a=(3, 4),
+               q=((2,), "u"))  # fmt: skip
+    numpy_case("np diff", lambda a: n.diff(a), "a", behind=False, **a)
+    numpy_case("np diff set", lambda a: n.diff(a, n=2, axis=1), "a", behind=False, **a)
+    numpy_case("np ediff1d", lambda a: n.ediff1d(a), "a", behind=False, **a)
+    numpy_case("np ediff1d ends", lambda a: n.ediff1d(a, to_end=2.0, to_begin=-1.0), "a", behind=False, **a)
+    numpy_case("np ediff1d arrays", lambda a, b, c: n.ediff1d(a, to_end=b, to_begin=c), "a b c", behind=False, a=(5,),
+               b=(2,), c=(3,))  # fmt: skip
+    numpy_case("np ediff1d end", lambda a, b: n.ediff1d(a, to_end=b), "a b", behind=False, a=(5,), b=(2,))
+    numpy_case("np polyval", n.polyval, "p x", p=(3,), x=(2, 2))
+    # Shapes
+    for key, make in {
+        "reshape": lambda a: n.reshape(a, (4, -1)), "reshape method": lambda a: a.reshape(3, -1),
+        "npx reshape keep": lambda a: x.reshape(a, (-2, -1)), "npx reshape rest": lambda a: x.reshape(a, (2, -4)),
+        "npx reshape join": lambda a: x.reshape(a, (-5, -2)),
+        "npx reshape split": lambda a: x.reshape(a, (-2, -2, -6, 2, -1)),
+        "npx reshape reverse": lambda a: x.reshape(a, (-1, -2), reverse=True),
+        "npx reshape leave out": lambda a: x.reshape(n.expand_dims(a, 1), (-2, -3, -5)),
+        "squeeze": lambda a: n.squeeze(n.expand_dims(a, 1)),
+        "squeeze axis": lambda a: n.squeeze(n.expand_dims(n.expand_dims(a, 1), 0), axis=0),
+        "transpose": lambda a: n.transpose(a), "transpose axes": lambda a: n.transpose(a, (1, 0, 2)),
+        "swapaxes": lambda a: n.swapaxes(a, 0, 2), "moveaxis": lambda a: n.moveaxis(a, 0, -1),
+        "moveaxis two": lambda a: n.moveaxis(a, (0, 1), (1, 2)), "roll": lambda a: n.roll(a, 3),
+        "roll axis": lambda a: n.roll(a, (1, -1), axis=(0, 2)), "flip": lambda a: n.flip(a, 1),
+        "flip all": lambda a: n.flip(a), "rot90": lambda a: n.rot90(a), "rot90 set": lambda a: n.rot90(a, 3, (1, 2)),
+        "broadcast_to": lambda a: n.broadcast_to(a, (5, 2, 3, 4)), "tril": lambda a: n.tril(a, -1),
+        "tril default": lambda a: n.tril(a), "diagonal": lambda a: n.diagonal(a),
+        "diagonal set": lambda a: n.diagonal(a, 1, 1, 2), "trace": lambda a: n.trace(a),
+        "trace set": lambda a: n.trace(a, -1, 2, 1), "diagflat": lambda a: n.diagflat(a[0, 0], 1),
+        "diag": lambda a: n.diag(a[0]), "diag vector": lambda a: n.diag(a[0, 0], k=-1),
+        "concatenate": lambda a: n.concatenate([a, a * 2], axis=1),
+        "concatenate flat": lambda a: n.concatenate([a, a * 2], axis=None),
+        "stack": lambda a: n.stack([a, a + 1], axis=2),
+        "vstack": lambda a: n.vstack([a, a]),
+        "column_stack": lambda a: n.column_stack([a[0], a[1]]), "split": lambda a: n.split(a, 2, axis=2)[1],
+        "split at": lambda a: n.split(a, (1, 2), axis=1)[2], "hsplit": lambda a: n.hsplit(a, 3)[1],
+        "dsplit": lambda a: n.dsplit(a, 2)[1], "hsplit at": lambda a: n.hsplit(a, (1,))[1],
+        "cumsum": lambda a: n.cumsum(a, axis=1), "repeat": lambda a: n.repeat(a, 2, axis=1),
+        "tile": lambda a: n.tile(a, 2),
+        "at": lambda a: a[1], "part": lambda a: a[:, 1:3], "clip": lambda a: n.clip(a, -0.5, 0.5),
+        "full_like": lambda a: n.full_like(a, 1.5) * a, "zeros_like": lambda a: n.zeros_like(a) + a,
+        "pad": lambda a: n.pad(a, ((1, 2), (0, 0), (2, 1))),
+        "pad value": lambda a: n.pad(a, ((1, 2), (0, 0), (2, 1)), constant_values=1.5),
+        "pad edge": lambda a: n.pad(a, ((1, 2), (0, 0), (2, 1)), mode="edge"),
+        "pad reflect": lambda a: n.pad(a, ((1, 0), (0, 0), (2, 1)), mode="reflect"),
+        "pad symmetric": lambda a: n.pad(a, ((1, 0), (0, 0), (2, 1)), mode="symmetric"),
+        "atleast_2d": lambda a: n.atleast_2d(a[0, 0]), "atleast_3d": lambda a: n.atleast_3d(a[0]),
+    }.items():  # fmt: skip
+        numpy_case(
+            f"np shape {key}", make, "a", "pad " not in key or key == "pad value", False, **a
+        )  # MXNet has no gradient
+    # Arrays of numbers
+    for key, make in {
+        "zeros": lambda a: n.zeros((3, 4)) + a, "ones": lambda a: n.ones((4,)) + a, "arange": lambda a: n.arange(4) * a,
+        "arange set": lambda a: n.arange(1, 3, 0.5) * a, "eye": lambda a: n.eye(3, 4) * a,
+        "eye k": lambda a: n.eye(4, k=1)[:3] * a, "identity": lambda a: n.identity(4)[:3] * a,
+        "full": lambda a: n.full((3, 4), 2.5) * a, "linspace": lambda a: n.linspace(0, 2, 4) * a,
+        "logspace": lambda a: n.logspace(0, 1, 4) * a, "logspace set": lambda a: n.logspace(0, 2, 4, False, 2.0) * a,
+        "blackman": lambda a: n.blackman(4) * a, "hamming": lambda a: n.hamming(4) * a,
+        "hanning": lambda a: n.hanning(4) * a,
+        "indices": lambda a: n.indices((3, 4)).astype("float32") * a,
+        "where": lambda a: n.where(a > 0, a, a * 0.1), "where left": lambda a: n.where(a > 0, 2.0, a),
+        "where right": lambda a: n.where(a > 0, a, -1.5), "where both": lambda a: n.where(a > 0, 1.0, 2.0) * a,
+        "where broadcast": lambda a: n.where(n.arange(4) > 1, a, -a),
+        "scalar": lambda a: a - n.mean(a) / n.std(a),
+    }.items():  # fmt: skip
+        numpy_case(f"np {key}", make, "a", behind=False, **one)
+    numpy_case("np diag_indices_from", lambda a: n.diag_indices_from(a), "a", grads=False, behind=False, a=(3, 3))
+    # Products and linear algebra
+    for key, shapes in {
+        "matrices": ((3, 4), (4, 2)), "vectors": ((4,), (4,)), "matrix and vector": ((3, 4), (4,)),
+        "more axes": ((2, 3, 4), (4, 5)), "all": ((2, 3, 4), (5, 4, 2)),
+    }.items():  # fmt: skip
+        numpy_case(f"np dot {key}", n.dot, "a b", a=shapes[0], b=shapes[1])
+    for key, shapes in {
+        "matrices": ((3, 4), (4, 2)), "batch": ((2, 3, 4), (4, 5)), "broadcast": ((2, 1, 3, 4), (5, 4, 2)),
+        "vector": ((3, 4), (4,)), "vectors": ((4,), (4,)),
+    }.items():  # fmt: skip
+        numpy_case(f"np matmul {key}", n.matmul, "a b", a=shapes[0], b=shapes[1])
+    numpy_case("np tensordot", lambda a, b: n.tensordot(a, b, 1), "a b", behind=False, a=(2, 3, 4), b=(4, 5))
+    axes = ((1, 2), (1, 0))
+    numpy_case("np tensordot axes", lambda a, b: n.tensordot(a, b, axes), "a b", behind=False, a=(2, 3, 4), b=(4, 3, 5))
+    numpy_case("np einsum", lambda a, b: n.einsum("ijk,kl->il", a, b), "a b", behind=False, a=(2, 3, 4), b=(4, 5))
+    numpy_case("np einsum one", lambda a: n.einsum("iij->j", a), "a", behind=False, a=(3, 3, 4))
+    numpy_case("np einsum optimize", lambda a, b: n.einsum("ij,jk", a, b, optimize=True), "a b", behind=False, a=(2, 3),
+               b=(3, 4))  # fmt: skip
+    la, spd = n.linalg, {"a": ((2, 3, 3), "s")}
+    numpy_case("np cholesky", la.cholesky, "a", **spd)
+    numpy_case("np svd", lambda a: la.svd(a)[1], "a", behind=False, a=(3, 4))
+    numpy_case("np eigh", lambda a: la.eigh(a)[0], "a", behind=False, **spd)
+    numpy_case("np eigvalsh", lambda a: la.eigvalsh(a, "U"), "a", grads=False, behind=False, **spd)
+    numpy_case("np inv", la.inv, "a", **spd)
+    numpy_case("np det", la.det, "a", behind=False, a=(3, 3))
+    numpy_case("np slogdet", lambda a: la.slogdet(a)[1], "a", behind=False, a=(3, 3))
+    numpy_case("np solve", la.solve, "a b", a=((3, 3), "s"), b=(3, 2))
+    numpy_case("np solve batch", la.solve, "a b", behind=False, a=((2, 3, 3), "s"), b=(2, 3, 2))
+    numpy_case("np pinv", lambda a: la.pinv(a), "a", grads=False, behind=False, a=(3, 4))
+    numpy_case(
+        "np pinv cut", lambda a, r: la.pinv(a, r / 9), "a r", grads=False, behind=False, a=(2, 3, 4), r=((2,), "u")
+    )
+    numpy_case("np tensorinv", lambda a: la.tensorinv(a.reshape(2, 3, 6)), "a", behind=False, a=((6, 6), "s"))
+    numpy_case("np tensorsolve", lambda a, b: la.tensorsolve(a.reshape(2, 3, 6), b), "a b", behind=False,
+               a=((6, 6), "s"), b=(2, 3))  # fmt: skip
+
+
+def rare():
+    """Sparse rows, regions that turn or move, processes of events, projections of recurrent layers."""
+    c, i = sym.contrib, sym._internal
+    rows = lambda x: sym.cast_storage(x, stype="row_sparse")  # noqa: E731
+    for key, more in {"rows": {"axis": 1}, "keep": {"axis": 1, "keepdims": True}, "columns": {"axis": 0}}.items():
+        case(f"square sum {key}", lambda x, m=more: i._square_sum(rows(x), **m), grads=False, behind=False, x=(4, 3))
+    retain = lambda x, i: sym.cast_storage(sym.sparse.retain(rows(x), i), stype="default")  # noqa: E731
+    case("retain", retain, grads=False, behind=False, x=(5, 3), i=((2,), "i5"))
+    for key, more in {
+        "default": {"sampling_ratio": 2}, "one": {"sampling_ratio": 1, "spatial_scale": 0.5}, "free": {},
+    }.items():  # fmt: skip
+        more = {"pooled_size": (2, 3), "spatial_scale": 1.0, **more}
+
+        def turned(x, r, more=more):
+            # Image, middle, size and angle of regions inside of the image and across its edge
+            r = sym.abs(r)
+            parts = [sym.slice_axis(r, axis=1, begin=k, end=k + 1) for k in range(6)]
+            return c.RROIAlign(x, sym.concat(parts[0] * 0, *(p * 3 for p in parts[1:5]), parts[5] * 70, dim=1), **more)
+
+        case(f"rroi align {key}", turned, grads=False, behind=False, x=(1, 3, 7, 6), r=(5, 6))
+    trans = {"no_trans": False, "trans_std": 0.3, "part_size": 2, "sample_per_part": 2}
+    for key, more, channels, moves in (
+        ("plain", {"no_trans": True}, 12, None), ("moved", trans, 12, (5, 2, 2, 2)),
+        ("classes", {**trans, "pooled_size": 3, "part_size": 3, "spatial_scale": 0.6, "output_dim": 4}, 16,
+         (5, 4, 3, 3)),
+        ("group", {**trans, "group_size": 1, "part_size": 0, "sample_per_part": 3}, 3, (5, 2, 2, 2)),
+    ):  # fmt: skip
+        options = {"spatial_scale": 1.0, "output_dim": 3, "group_size": 2, "pooled_size": 2, **more}
+        pool = functools.partial(c.DeformablePSROIPooling, **options)
+        given = {"x": (3, channels, 7, 6), "r": ((5, 5), "b4"), **({"t": moves} if moves else {})}
+        make = lambda x, r, t=None, f=pool: f(x, r, *([t] if t is not None else []))  # noqa: E731
+        case(f"deformable psroi {key}", make, **given)
+    shapes = {"mu": ((2, 3), "u"), "alpha": ((3,), "u"), "beta": ((3,), "u"), "state": ((2, 3), "u"),
+              "lags": ((2, 6), "u"), "marks": ((2, 6), "i3"), "length": ((2,), "i6"), "end": ((2,), "u")}  # fmt: skip
+
+    def hawkes(mu, alpha, beta, state, lags, marks, length, end):
+        return c.hawkesll(mu, alpha / 2, beta, sym.BlockGrad(state), sym.BlockGrad(lags), whole(marks),
+                          sym.BlockGrad(length), sym.BlockGrad(end + 6))  # fmt: skip
+
+    case("hawkes", lambda **v: hawkes(**v)[0], behind=False, **shapes)
+    # Without the likelihood MXNet computes no states.
+    case("hawkes states", lambda **v: sym.Group(list(hawkes(**v))), grads=False, behind=False, **shapes)
+    for key, more, states in (
+        ("one", {"num_layers": 1, "state_outputs": True}, 1),
+        ("both ways", {"num_layers": 2, "bidirectional": True, "state_outputs": True}, 4),
+    ):
+        lstm = functools.partial(sym.RNN, state_size=4, projection_size=3, mode="lstm", **more)
+        make = lambda x, s, c, f=lstm: sym.Group(list(f(x, sym.var("w"), s, c)))  # noqa: E731
+        case(f"rnn projection {key}", make, grads=False, behind=False, x=(5, 2, 3), s=(states, 2, 3), c=(states, 2, 4))
+    resize = sym.image.resize
+    for key, more in {
+        "default": {"size": (4, 7)}, "nearest": {"size": (4, 7), "interp": 0}, "cubic": {"size": (9, 3), "interp": 2},
+        "short side": {"size": (4,), "keep_ratio": True}, "square": {"size": (6,)}, "half": {"size": (3, 2)},
+    }.items():  # fmt: skip
+        case(f"image resize {key}", lambda x, m=more: resize(x, **m), grads=False, behind=False, x=((5, 6, 3), "u"))
+    case("image resize batch", lambda x: resize(x, size=(4, 7)), grads=False, behind=False, x=((2, 5, 6, 3), "u"))
+
+
 def main():
     for part in (amp_and_elementwise, arrays, attention, ctc, images, boxes, linear_algebra, densities):
         part()
     further_attributes()
+    of_numpy()
+    rare()
     if not ONLY:
         # One array of all numbers of a dtype: in a file of many arrays each takes more bytes than its few numbers.
         places = [[key, list(a.shape), str(a.dtype)] for key, a in ARRAYS.items()]

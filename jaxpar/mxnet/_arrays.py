@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._core import checks
+from ._operator import dtype_of
 
 _MOST_ELEMENTS = 2**27  # of an array that is made of attributes alone
+LEFT_OUT = -5  # the code of an axis of 1 in a new shape, which only `mx.np` has
 
 
 def check_count(count: float, what: str, most: int = _MOST_ELEMENTS) -> None:
@@ -43,7 +45,8 @@ def reshape(
 def _new_shape(old: tuple[int, ...], codes: tuple[int, ...]) -> list[int]:
     """The shape of MXNet's codes.
 
-    0 keeps an axis, -1 is what is left, -2 keeps all further axes, -3 joins two, -4 splits one into the next two.
+    0 keeps an axis, -1 is what is left, -2 keeps all further axes, -3 joins two, -4 splits one into the next two, and
+    `LEFT_OUT` leaves out one of 1.
     """
     new: list[int] = []
     at, code = 0, iter(codes)  # the next axis of the array; some codes take two more numbers, or two axes
@@ -59,6 +62,8 @@ def _new_shape(old: tuple[int, ...], codes: tuple[int, ...]) -> list[int]:
                 first, second = next(code), next(code)
                 first = old[at] // second if first == -1 else first
                 new += [first, old[at] // first if second == -1 else second]
+                at += 1
+            elif n == LEFT_OUT and old[at] == 1:
                 at += 1
             else:
                 new.append(old[at] if n == 0 else n)
@@ -198,7 +203,7 @@ def norm(
         return jnp.sqrt(jnp.square(x).sum(axis=axis, keepdims=keepdims))
 
     out = reduction(measure)(data, axis=axis, keepdims=keepdims)
-    return out if out_dtype is None else out.astype(jax.dtypes.canonicalize_dtype(out_dtype))
+    return out if out_dtype is None else out.astype(dtype_of(out_dtype))
 
 
 def place(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -265,7 +270,7 @@ def one_hot(
     indices: jax.Array, *, depth: int, on_value: float = 1.0, off_value: float = 0.0, dtype: str = "float32"
 ) -> jax.Array:
     hit = jax.nn.one_hot(indices.astype(jnp.int32), depth)
-    return jnp.where(hit > 0, on_value, off_value).astype(jax.dtypes.canonicalize_dtype(dtype))
+    return jnp.where(hit > 0, on_value, off_value).astype(dtype_of(dtype))
 
 
 def where(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -283,7 +288,7 @@ def filled(value: float | None) -> Callable[..., jax.Array]:
     def fill(*, shape: tuple[int, ...] = (), dtype: str | None = None, value: float = value or 0.0) -> jax.Array:
         shape = tuple(n or 1 for n in shape)
         check_count(math.prod(shape), f"an array of shape {shape}")
-        return jnp.full(shape, value, jax.dtypes.canonicalize_dtype(dtype or "float32"))
+        return jnp.full(shape, value, dtype_of(dtype))
 
     return fill
 
@@ -302,7 +307,7 @@ def arange(
     start, stop = (0.0, start) if stop is None else (start, stop)
     count = abs((stop - start) / step) * repeat if step else math.inf
     check_count(count, f"_arange: from {start} to {stop} by {step}")
-    return jnp.repeat(jnp.arange(start, stop, step), repeat).astype(jax.dtypes.canonicalize_dtype(dtype or "float32"))
+    return jnp.repeat(jnp.arange(start, stop, step), repeat).astype(dtype_of(dtype))
 
 
 def _steps(data: jax.Array, lengths: jax.Array | None, axis: int) -> tuple[jax.Array, jax.Array]:
@@ -349,12 +354,12 @@ def arange_like(
 
 def linspace(*, start: float, stop: float, num: int, endpoint: bool = True, dtype: str | None = None) -> jax.Array:
     check_count(num, "_linspace")
-    return jnp.linspace(start, stop, num, endpoint, dtype=jax.dtypes.canonicalize_dtype(dtype or "float32"))
+    return jnp.linspace(start, stop, num, endpoint, dtype=dtype_of(dtype))
 
 
 def eye(*, N: int, M: int = 0, k: int = 0, dtype: str = "float32") -> jax.Array:
     check_count(N * (M or N), f"_eye: a matrix of {N} rows and {M or N} columns")
-    return jnp.eye(N, M or N, k, jax.dtypes.canonicalize_dtype(dtype))
+    return jnp.eye(N, M or N, k, dtype_of(dtype))
 
 
 def _order(data: jax.Array, axis: int, is_ascend: bool) -> jax.Array:
@@ -369,7 +374,7 @@ def sort(data: jax.Array, *, axis: int | None = -1, is_ascend: bool = True) -> j
 
 def argsort(data: jax.Array, *, axis: int | None = -1, is_ascend: bool = True, dtype: str = "float32") -> jax.Array:
     data, axis = (data.ravel(), 0) if axis is None else (data, axis)
-    return _order(data, axis, is_ascend).astype(jax.dtypes.canonicalize_dtype(dtype))
+    return _order(data, axis, is_ascend).astype(dtype_of(dtype))
 
 
 def topk(
@@ -390,7 +395,7 @@ def topk(
     if ret_typ == "mask":
         return jnp.put_along_axis(jnp.zeros_like(data), order, 1, axis, inplace=False).reshape(shape)
     values = jnp.take_along_axis(data, order, axis)
-    indices = order.astype(jax.dtypes.canonicalize_dtype(dtype))
+    indices = order.astype(dtype_of(dtype))
     return {"value": values, "indices": indices, "both": (values, indices)}[ret_typ]
 
 
@@ -447,7 +452,7 @@ def space_to_depth(data: jax.Array, *, block_size: int) -> jax.Array:
 
 
 def cumsum(a: jax.Array, *, axis: int | None = None, dtype: str | None = None) -> jax.Array:
-    return jnp.cumsum(a, axis, None if dtype in (None, "None") else jax.dtypes.canonicalize_dtype(dtype))
+    return jnp.cumsum(a, axis, None if dtype in (None, "None") else dtype_of(dtype))
 
 
 def diag(data: jax.Array, *, k: int = 0, axis1: int = 0, axis2: int = 1) -> jax.Array:

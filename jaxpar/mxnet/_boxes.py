@@ -523,3 +523,109 @@ def psroi_pooling(
     total = _of_regions(features, rois[:, 0].astype(int), rows, columns, "cyxhw,yh,xw->cyx")
     area = rows.sum(2)[:, None, :, None] * columns.sum(2)[:, None, None]
     return total / jnp.maximum(area, 1)
+
+
+def deformable_psroi_pooling(
+    data: jax.Array,
+    rois: jax.Array,
+    trans: jax.Array | None = None,
+    *,
+    spatial_scale: float,
+    output_dim: int,
+    group_size: int,
+    pooled_size: int,
+    part_size: int = 0,
+    sample_per_part: int = 1,
+    trans_std: float = 0.0,
+    no_trans: bool = False,
+) -> jax.Array:
+    """The means of samples of each bin of regions. Bins have channels of their own, and `trans` moves them.
+
+    `trans` (regions, 2 * classes, parts, parts) says how far, in x and y, over the size of the region.
+    """
+    height, width = data.shape[2:]
+    rois = lax.stop_gradient(rois)
+    # The corners are rounded to pixels, halves away from 0 as in C, and the last pixel belongs to the region.
+    corners = jnp.trunc(rois[:, 1:] + jnp.where(rois[:, 1:] < 0, -0.5, 0.5))
+    low, high = corners[:, :2] * spatial_scale - 0.5, (corners[:, 2:] + 1) * spatial_scale - 0.5
+    size = jnp.maximum(high - low, 0.1)  # (regions, x and y)
+
+    bins, parts = np.arange(pooled_size), part_size or pooled_size
+    part = (bins.astype(np.float32) / np.float32(pooled_size) * np.float32(parts)).astype(int)  # of each bin
+    group = (bins * group_size // pooled_size).clip(0, group_size - 1)
+    if no_trans or trans is None:
+        moves = jnp.zeros((len(rois), 1, 2, pooled_size, pooled_size), data.dtype)
+    else:
+        moves = trans.reshape(len(rois), -1, 2, parts, parts)[..., part[:, None], part] * trans_std
+    output, row, column = np.ogrid[:output_dim, :pooled_size, :pooled_size]
+    channel = (output * group_size + group[row]) * group_size + group[column]
+    classes = moves.shape[1]
+    class_of = np.arange(output_dim) // (output_dim // classes)
+
+    def of_region(region: tuple[jax.Array, ...]) -> jax.Array:
+        image, low, size, move = region
+
+        def places(axis: int, along: np.ndarray, sample: np.ndarray) -> jax.Array:
+            """(classes, rows, columns, samples, samples)"""
+            step = size[axis] / pooled_size
+            starts = (along * step + low[axis])[None] + move[:, axis] * size[axis]
+            return starts[..., None, None] + (sample * (step / sample_per_part))[None, None, None]
+
+        sample = np.arange(sample_per_part)
+        y, x = places(1, bins[:, None], sample[:, None]), places(0, bins[None], sample[None])
+        inside = (x >= -0.5) & (x <= width - 0.5) & (y >= -0.5) & (y <= height - 0.5)
+        y, x, inside = (array[class_of] for array in (y.clip(0, height - 1), x.clip(0, width - 1), inside))
+        values = _between(lambda row, column: data[image, channel[..., None, None], row, column], y, x)
+        return jnp.where(inside, values, 0).sum((3, 4)) / jnp.maximum(inside.sum((3, 4)), 1)
+
+    return lax.map(of_region, (rois[:, 0].astype(int), low, size, moves), batch_size=16)
+
+
+def _between(pixels: Callable[[jax.Array, jax.Array], jax.Array], y: jax.Array, x: jax.Array) -> jax.Array:
+    """Values at places between four pixels of an image, where `pixels(row, column)` gives pixels."""
+    top, left = jnp.floor(y), jnp.floor(x)
+    below, right = y - top, x - left
+    rows, columns = (top.astype(int), jnp.ceil(y).astype(int)), (left.astype(int), jnp.ceil(x).astype(int))
+    above = (1 - right) * pixels(rows[0], columns[0]) + right * pixels(rows[0], columns[1])
+    return (1 - below) * above + below * (
+        (1 - right) * pixels(rows[1], columns[0]) + right * pixels(rows[1], columns[1])
+    )
+
+
+def rroi_align(
+    data: jax.Array,
+    rois: jax.Array,
+    *,
+    pooled_size: tuple[int, ...],
+    spatial_scale: float,
+    sampling_ratio: int = -1,
+) -> jax.Array:
+    """The means of samples of each bin of turned regions: image, x and y of the middle, width, height, degrees."""
+    rois = lax.stop_gradient(rois).astype(jnp.promote_types(rois.dtype, jnp.float32))
+    height, width = data.shape[2:]
+    bins_y, bins_x = pooled_size
+
+    def of_region(roi: jax.Array) -> jax.Array:
+        image = data[roi[0].astype(int).clip(0, len(data) - 1)]
+        middle_x, middle_y = roi[1] * spatial_scale, roi[2] * spatial_scale
+        wide, high = jnp.maximum(roi[3] * spatial_scale, 1), jnp.maximum(roi[4] * spatial_scale, 1)
+        cos, sin = jnp.cos(jnp.deg2rad(roi[5])), jnp.sin(jnp.deg2rad(roi[5]))
+        step_y, step_x = high / bins_y, wide / bins_x
+        # Without a ratio the number of samples follows from the region. JAX has no gradient of such a loop, nor has
+        # MXNet of the operator.
+        count_y: Any = sampling_ratio if sampling_ratio > 0 else jnp.ceil(step_y).astype(int)
+        count_x: Any = sampling_ratio if sampling_ratio > 0 else jnp.ceil(step_x).astype(int)
+
+        def add(number: jax.Array, total: jax.Array) -> jax.Array:
+            y = (jnp.arange(bins_y)[:, None] + (number // count_x + 0.5) / count_y) * step_y - high / 2
+            x = (jnp.arange(bins_x)[None] + (number % count_x + 0.5) / count_x) * step_x - wide / 2
+            y, x = y * cos - x * sin + middle_y, x * cos + y * sin + middle_x
+            inside = (y >= -1) & (y <= height) & (x >= -1) & (x <= width)
+            y, x = y.clip(0, height - 1), x.clip(0, width - 1)
+            values = jax.vmap(lambda channel: _between(lambda row, column: channel[row, column], y, x))(image)
+            return total + jnp.where(inside[None], values, 0)
+
+        start = jnp.zeros((len(image), bins_y, bins_x), rois.dtype)
+        return lax.fori_loop(0, count_y * count_x, add, start) / (count_y * count_x)
+
+    return lax.map(of_region, rois, batch_size=16).astype(data.dtype)

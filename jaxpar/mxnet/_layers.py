@@ -27,7 +27,8 @@ _SPATIAL = {1: "W", 2: "HW", 3: "DHW"}
 _GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 _MOST_LAYERS = 1000
 _Carry = tuple[jax.Array, ...]
-_Weights = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # of the input, of the state, and the biases of both
+# Of the input, of the state, the biases of both, and of the projection of the new state, where there is one
+_Weights = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 
 def per_channel(value: jax.Array, x: jax.Array, axis: int = 1) -> jax.Array:
@@ -440,31 +441,42 @@ def up_sampling(
 
 
 # Fused recurrent layers. Their weights are packed into one vector: first come the weights of all layers and directions,
-# for each those from its input and those from its state, then the biases in the same order.
+# for each those from its input, those from its state and those of its projection, then the biases in the same order.
 
 
-def parameter_count(mode: str, inputs: int, hidden: int, layers: int, directions: int) -> int:
+def parameter_count(
+    mode: str, inputs: int, hidden: int, layers: int, directions: int, projection: int | None = None
+) -> int:
     """The length of the vector of packed weights."""
     checks.choice(mode, "RNN", "mode", _GATES)
     checks.whole_number(hidden, "RNN", "state_size")
     checks.whole_number(layers, "RNN", "num_layers", most=_MOST_LAYERS)
+    width = hidden if projection is None else projection  # of what a direction of a layer gives
     rows = _GATES[mode] * hidden * directions
-    first = rows * (inputs + hidden + 2)
-    return first + (layers - 1) * rows * (hidden * directions + hidden + 2)
+    first, other = rows * (inputs + width + 2), rows * (width * directions + width + 2)
+    return first + (layers - 1) * other + (0 if projection is None else layers * directions * width * hidden)
 
 
-def _unpack(packed: jax.Array, gates: int, inputs: int, hidden: int, layers: int, directions: int) -> list[_Weights]:
+def _unpack(
+    packed: jax.Array, gates: int, inputs: int, hidden: int, layers: int, directions: int, projection: int | None
+) -> list[_Weights]:
     """The weights of each layer and direction."""
     rows, at, weights = gates * hidden, 0, []
+    width = hidden if projection is None else projection
     for layer in range(layers):
+        from_input = width * directions if layer else inputs
+        shapes = [(rows, from_input), (rows, width), *([] if projection is None else [(width, hidden)])]
         for _ in range(directions):
-            pair: list[jax.Array] = []
-            for width in (hidden * directions if layer else inputs, hidden):
-                pair.append(packed[at : at + rows * width].reshape(rows, width))
-                at += rows * width
-            weights.append(pair)
+            matrices: list[jax.Array] = []
+            for shape in shapes:
+                matrices.append(packed[at : at + math.prod(shape)].reshape(shape))
+                at += math.prod(shape)
+            weights.append(matrices)
     biases = packed[at:].reshape(layers * directions, 2, rows)
-    return [(*pair, bias[0], bias[1]) for pair, bias in zip(weights, biases, strict=True)]
+    return [
+        (of_input, of_state, bias[0], bias[1], *(projected or [None]))
+        for (of_input, of_state, *projected), bias in zip(weights, biases, strict=True)
+    ]
 
 
 def _cell(mode: str) -> Callable[[_Carry, jax.Array, jax.Array], _Carry]:
@@ -507,18 +519,22 @@ def rnn(
     train: bool,
     rng: jax.Array | None,
 ) -> Any:
-    if projection_size is not None or use_sequence_length or lstm_state_clip_min is not None:
-        raise ValueError("RNN: projection_size, use_sequence_length and lstm_state_clip_min are not supported")
+    if use_sequence_length or lstm_state_clip_min is not None:
+        raise ValueError("RNN: use_sequence_length and lstm_state_clip_min are not supported")
+    if projection_size is not None and mode != "lstm":
+        raise ValueError(f"RNN: projection_size is of mode lstm only, got mode {mode}")
     directions = 2 if bidirectional else 1
     _, batch, inputs = data.shape  # (steps, batch, features)
-    expected = parameter_count(mode, inputs, state_size, num_layers, directions)
+    expected = parameter_count(mode, inputs, state_size, num_layers, directions, projection_size)
     if parameters.shape != (expected,):
         raise ValueError(f"RNN: its packed weights must have the shape ({expected},), got {parameters.shape}")
-    shape = (num_layers * directions, batch, state_size)  # of each state: layer by layer, both directions of each
-    initial = [state] if state_cell is None else [state, state_cell]
-    # An exported network has zeros for states, of a batch that is that of the data.
-    states = [jnp.broadcast_to(s, shape).astype(data.dtype) for s in initial]
-    weights = _unpack(parameters, _GATES[mode], inputs, state_size, num_layers, directions)
+    initial = [(state, projection_size or state_size)] + ([] if state_cell is None else [(state_cell, state_size)])
+    # An exported network has zeros for states, of a batch that is that of the data. They are layer by layer, both
+    # directions of each.
+    states = [
+        jnp.broadcast_to(array, (num_layers * directions, batch, width)).astype(data.dtype) for array, width in initial
+    ]
+    weights = _unpack(parameters, _GATES[mode], inputs, state_size, num_layers, directions, projection_size)
     x, last, cell = data, [[] for _ in states], _cell(mode)
     for layer in range(num_layers):
         if layer:  # between layers only, as in MXNet and cuDNN
@@ -541,12 +557,14 @@ def _direction(
     reverse: bool,
 ) -> tuple[jax.Array, _Carry]:
     """One direction of one layer over all steps."""
-    from_input, from_state, input_bias, state_bias = weights
+    from_input, from_state, input_bias, state_bias, projection = weights
     # The input of all steps in one product, (steps, batch, gates * hidden). Only that of the state is in the loop.
     projected = x @ from_input.T[None] + input_bias[None, None]
 
     def step(carry: _Carry, now: jax.Array) -> tuple[_Carry, jax.Array]:
         carry = cell(carry, now, carry[0] @ from_state.T + state_bias[None])
+        if projection is not None:
+            carry = (carry[0] @ projection.T, *carry[1:])
         return carry, carry[0]
 
     end, out = lax.scan(step, start, projected, reverse=reverse)

@@ -209,3 +209,47 @@ def ctc_loss(
     repeats = ((label[:, 1:] == label[:, :-1]) & is_label[:, 1:]).sum(1)
     is_possible = is_label.sum(1) + repeats <= is_step.sum(1)
     return jnp.where(is_possible, losses, 0).astype(data.dtype)
+
+
+def hawkes_log_likelihood(
+    lda: jax.Array,
+    alpha: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    lags: jax.Array,
+    marks: jax.Array,
+    valid_length: jax.Array,
+    max_time: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The log-likelihood (batch,) of sequences of events of processes that excite themselves, and their new states.
+
+    `lda` (batch, marks) are rates without excitement, `alpha` and `beta` (marks,) how an event excites and how that
+    decays, `state` (batch, marks) the excitement at the beginning. `lags` and `marks` (batch, events) are times since
+    the event before and kinds of events. As many as `valid_length` (batch,) count, until the time `max_time` (batch,).
+    """
+
+    def of_sequence(
+        rates: jax.Array, state: jax.Array, lags: jax.Array, marks: jax.Array, length: jax.Array, end: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        def event(carry: tuple[jax.Array, ...], now: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], None]:
+            likelihood, time, last, state = carry  # `last` (marks,): the time of the last event of each kind
+            number, lag, mark = now
+            is_event = number < length
+            new_time = time + lag
+            since = new_time - last[mark]
+            decay = jnp.exp(-beta[mark] * since)
+            rate = rates[mark] + alpha[mark] * beta[mark] * state[mark] * decay
+            expected = rates[mark] * since + alpha[mark] * state[mark] * (1 - decay)
+            # What stands behind the last event may have no logarithm, whose gradient would be NaN.
+            likelihood += jnp.where(is_event, jnp.log(jnp.where(is_event, rate, 1)) - expected, 0)
+            state = jnp.where(is_event, state.at[mark].set(1 + state[mark] * decay), state)
+            last = jnp.where(is_event, last.at[mark].set(new_time), last)
+            return (likelihood, jnp.where(is_event, new_time, time), last, state), None
+
+        start = jnp.zeros((), lda.dtype), jnp.zeros((), lda.dtype), jnp.zeros_like(rates), state
+        events = jnp.arange(len(lags)), lags, marks.astype(jnp.int32)
+        (likelihood, _, last, state), _ = jax.lax.scan(event, start, events)
+        decay = jnp.exp(-beta * (end - last))
+        return likelihood - (rates * (end - last) + alpha * state * (1 - decay)).sum(), decay * state
+
+    return jax.vmap(of_sequence)(lda, state, lags, marks, valid_length, max_time)

@@ -6,7 +6,6 @@ attributes, of the shape of an array ("_like"), and of arrays of numbers ("_samp
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core import checks
+from ._operator import dtype_of, named
 
 Draw = Callable[..., jax.Array]
 
@@ -62,23 +62,6 @@ _DISTRIBUTIONS: dict[str, tuple[Draw, dict[str, Any], str]] = {
 }
 
 
-def _dtype(name: str | None) -> Any:
-    return jax.dtypes.canonicalize_dtype("float32" if name in (None, "None") else name)
-
-
-def _operator(fn: Callable[..., Any], arrays: list[str], attributes: dict[str, Any]) -> Callable[..., Any]:
-    """A function of arrays, of attributes by keyword, and of a key, with the signature that the table reads."""
-    kind = inspect.Parameter
-    parameters = [kind(name, kind.POSITIONAL_OR_KEYWORD) for name in arrays]
-    parameters += [
-        kind(name, kind.KEYWORD_ONLY, default=default, annotation="str | None" if default is None else type(default))
-        for name, default in attributes.items()
-    ]
-    signature = inspect.Signature([*parameters, kind("rng", kind.KEYWORD_ONLY)])
-    fn.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
-    return fn
-
-
 def _operators(name: str) -> dict[str, Callable[..., Any]]:
     draw, defaults, arrays = _DISTRIBUTIONS[name]
 
@@ -86,7 +69,7 @@ def _operators(name: str) -> dict[str, Callable[..., Any]]:
         *, shape: tuple[int, ...] = (), dtype: str | None = None, rng: jax.Array | None, **numbers: Any
     ) -> jax.Array:
         values = [numbers.get(key, default) for key, default in defaults.items()]
-        return draw(checks.random_key(rng, _CALLER), shape or (1,), *values).astype(_dtype(dtype))
+        return draw(checks.random_key(rng, _CALLER), shape or (1,), *values).astype(dtype_of(dtype))
 
     def like(data: jax.Array, *, rng: jax.Array | None, **numbers: Any) -> jax.Array:
         values = [numbers.get(key, default) for key, default in defaults.items()]
@@ -96,15 +79,15 @@ def _operators(name: str) -> dict[str, Callable[..., Any]]:
         *values: jax.Array, shape: tuple[int, ...] = (), dtype: str | None = None, rng: jax.Array | None
     ) -> jax.Array:
         spread = [value.reshape(value.shape + (1,) * len(shape)) for value in values]
-        return draw(checks.random_key(rng, _CALLER), values[0].shape + shape, *spread).astype(_dtype(dtype))
+        return draw(checks.random_key(rng, _CALLER), values[0].shape + shape, *spread).astype(dtype_of(dtype))
 
     options: dict[str, Any] = {"shape": (), "dtype": None}
     return {
-        f"_random_{name} random_{name}" + " normal" * (name == "normal") + " uniform" * (name == "uniform"): _operator(
-            of_numbers, [], defaults | options
+        f"_random_{name} random_{name}" + " normal" * (name == "normal") + " uniform" * (name == "uniform"): named(
+            of_numbers, [], defaults | options, draws=True
         ),
-        f"_random_{name}_like": _operator(like, ["data"], defaults),
-        f"_sample_{name} sample_{name}": _operator(of_arrays, arrays.split(), options),
+        f"_random_{name}_like": named(like, ["data"], defaults, draws=True),
+        f"_sample_{name} sample_{name}": named(of_arrays, arrays.split(), options, draws=True),
     }
 
 
@@ -112,7 +95,7 @@ def randint(
     *, low: int, high: int, shape: tuple[int, ...] = (), dtype: str | None = None, rng: jax.Array | None
 ) -> jax.Array:
     drawn = jax.random.randint(checks.random_key(rng, _CALLER), shape or (1,), low, high)
-    return drawn.astype(jax.dtypes.canonicalize_dtype("int32" if dtype in (None, "None") else dtype))
+    return drawn.astype(dtype_of(dtype, "int32"))
 
 
 def shuffle(data: jax.Array, *, rng: jax.Array | None) -> jax.Array:
@@ -130,7 +113,7 @@ def multinomial(
     log_probs = jnp.take_along_axis(jnp.broadcast_to(spread, (*drawn.shape, data.shape[-1])), drawn[..., None], -1)[
         ..., 0
     ]
-    drawn = drawn.astype(jax.dtypes.canonicalize_dtype(dtype))
+    drawn = drawn.astype(dtype_of(dtype, "int32"))
     return (drawn, log_probs) if get_prob else drawn
 
 
@@ -150,11 +133,7 @@ def density(log_pdf: Callable[..., jax.Array], arrays: str) -> Callable[..., jax
         out = log_pdf(wide, *(jnp.expand_dims(value, range(value.ndim, sample.ndim)) for value in wide_values))
         return (out if is_log else jnp.exp(out)).astype(sample.dtype)
 
-    kind = inspect.Parameter
-    names = [kind(name, kind.POSITIONAL_OR_KEYWORD) for name in ("sample", *arrays.split())]
-    is_log = kind("is_log", kind.KEYWORD_ONLY, default=False, annotation=bool)
-    pdf.__signature__ = inspect.Signature([*names, is_log])  # pyright: ignore[reportFunctionMemberAccess]
-    return pdf
+    return named(pdf, ["sample", *arrays.split()], {"is_log": False})
 
 
 def _widened(*arrays: jax.Array) -> list[jax.Array]:

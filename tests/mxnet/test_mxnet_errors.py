@@ -291,6 +291,16 @@ OPERATORS = [
     ("RNN", [jnp.ones((3, 2, 1)), jnp.ones(10), jnp.ones((1, 2, 2)), None, [2, 3]],
      {"mode": "rnn_tanh", "state_size": 2, "num_layers": 1, "use_sequence_length": True, **RANDOM},
      ["use_sequence_length"]),
+    ("RNN", [jnp.ones((1, 1, 1)), jnp.ones(8), jnp.ones((1, 1, 1))],
+     {"mode": "gru", "state_size": 1, "num_layers": 1, "projection_size": 1, **RANDOM},
+     ["projection_size", "lstm", "gru"]),
+    ("_image_resize", [jnp.ones((2, 3, 1))], {"size": (4, 4), "interp": 3}, ["interp", "0 (nearest)", "3"]),
+    ("_image_resize", [jnp.ones((2, 3, 1))], {}, ["size", "one or two", "()"]),
+    ("_image_resize", [jnp.ones((2, 3, 1))], {"size": (10**9, 1)}, ["(2, 3)", "(1, 1000000000)"]),
+    ("_np_sum", [Z], {"initial": 1.0}, ["initial"]),
+    ("_npi_norm", [jnp.ones((2, 2, 2))], {"ord": 3.0}, ["one or two axes", "(0, 1, 2)"]),
+    ("_npi_zeros", [], {"shape": (10**9,)}, ["(1000000000,)"]),
+    ("_npi_pad", [Z], {"pad_width": "1", "mode": "wrap"}, ["mode", "'wrap'", "constant, edge"]),
 ]  # fmt: skip
 
 

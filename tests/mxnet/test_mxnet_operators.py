@@ -1,6 +1,7 @@
 """Every operator and set of attributes beside MXNet 1.9.1: outputs, gradients and running statistics."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,14 @@ WRONG = {
     "softmax output head": "grad",  # it takes the output itself for the gradient of the output
     "activation softmax": "grad",  # of more than two axes: backward it takes all of them for one
     "leaky rrelu": "eval1",  # memory that nothing was written to
+    # Of `mx.np`: it is 0,
+    **dict.fromkeys(("np eigh", "np shape atleast_2d", "np shape atleast_3d", "np average returned"), "grad"),
+    **dict.fromkeys((f"np {n}{k}" for n in ("std", "var") for k in ("", " axis", " last", " ddof", " behind")), "grad"),
+    "np scalar": "grad",
+    # that of the other choice, that of turning on, or another one.
+    **dict.fromkeys(("np where left", "np where right", "np shape rot90", "np shape rot90 set"), "grad"),
+    **dict.fromkeys(("np arctan2 of a number", "np norm spectral"), "grad"),
+    **dict.fromkeys(("np matmul broadcast", "np matmul broadcast behind"), "grad"),  # where a batch is broadcast
 }
 # In float16 MXNet rounds in between, and is less exact than these.
 HALF_ROUGH = (
@@ -260,6 +269,18 @@ def test_the_gradient_of_a_modulated_deformable_convolution(tmp_path):
             np.testing.assert_allclose((ends[0] - ends[1]) / 2e-6, (grads[name] * step).sum(), rtol=1e-6)
 
 
+def test_the_gradient_of_turned_regions():
+    """MXNet has none. Each mean has weights that add up to 1, so the gradients of all means add up to their number."""
+    images = jnp.asarray(rule("images", (1, 2, 9, 9), "n"))
+    regions = jnp.array([[0, 4.0, 4, 3, 4, 30], [0, 3.0, 5, 2, 2, -45]])
+    pool = functools.partial(
+        mxnet.operator("_contrib_RROIAlign"), pooled_size=(2, 3), spatial_scale=1.0, sampling_ratio=2
+    )
+    grad = jax.jit(jax.grad(lambda images: pool(images, regions).sum()))(images)
+    np.testing.assert_allclose(grad.sum((0, 2, 3)), [12, 12], rtol=1e-5)
+    assert (grad[0, :, 0] == 0).all()  # far from both
+
+
 def test_suppression_keeps_no_matrix_of_all_pairs_of_boxes():
     """175,000 boxes of gluoncv's SSD of 300 pixels took 150 GB."""
     count = 972  # of the proposals too: 9 * 9 places of 12 anchors
@@ -375,6 +396,54 @@ def test_what_is_drawn():
     )
     np.testing.assert_allclose(log_probs, np.log([0.25, 0.75])[drawn], rtol=1e-6)
     assert sorted(mxnet.operator("_shuffle")(jnp.arange(9), rng=jax.random.key(0)).tolist()) == list(range(9))
+
+
+# The same of `mx.np`, whose numbers are attributes or arrays
+DRAWN_BY_NUMPY = [
+    ("_npi_uniform", {"low": -1.0, "high": 3.0}, 1, 16 / 12),
+    ("_npi_normal", {"loc": 2.0, "scale": 3.0}, 2, 9),
+    ("_npi_gumbel", {"loc": 1.0, "scale": 2.0}, 1 + 2 * np.euler_gamma, 4 * np.pi**2 / 6),
+    ("_npi_logistic", {"loc": 1.0, "scale": 0.5}, 1, np.pi**2 / 12),
+    ("_npi_gamma", {"shape": 2.0, "scale": 3.0}, 6, 18),
+    ("_npi_exponential", {"scale": 2.0}, 2, 4),
+    ("_npi_rayleigh", {"scale": 2.0}, (2 * np.pi) ** 0.5, 8 - 2 * np.pi),
+    ("_npi_pareto", {"a": 5.0}, 1 / 4, 5 / 48),
+    ("_npi_powerd", {"a": 3.0}, 3 / 4, 3 / 80),
+    ("_npi_weibull", {"a": 2.0}, math.gamma(1.5), 1 - math.gamma(1.5) ** 2),
+    ("_npi_bernoulli", {"prob": 0.3, "is_logit": False}, 0.3, 0.21),
+]
+
+
+@pytest.mark.slow
+def test_what_numpys_random_operators_draw():
+    count = 4000
+
+    @jax.jit
+    def draw(key):
+        keys = jax.random.split(key, len(DRAWN_BY_NUMPY))
+        return [
+            [
+                mxnet.operator(name)(size=(count,), rng=key, **numbers),
+                # The same numbers, the first one as an array
+                mxnet.operator(name)(
+                    jnp.full(count, next(iter(numbers.values()))), rng=key, **dict(list(numbers.items())[1:])
+                ),
+            ]
+            for (name, numbers, _, _), key in zip(DRAWN_BY_NUMPY, keys, strict=True)
+        ]
+
+    for (name, _, mean, variance), found in zip(DRAWN_BY_NUMPY, draw(jax.random.key(0)), strict=True):
+        for values in found:
+            assert values.shape == (count,), name
+            assert abs(values.mean() - mean) < 5 * (variance / count) ** 0.5, name
+            assert 0.8 < values.var() / variance < 1.25, name
+    means = jnp.array([[-100.0], [100.0]])
+    each = mxnet.operator("_npi_normal_n")(means, jnp.ones(3), size=(5,), rng=jax.random.key(0))
+    assert each.shape == (5, 2, 3)
+    assert (each[:, 0] < 0).all()
+    assert (each[:, 1] > 0).all()
+    certain = mxnet.operator("_npi_bernoulli")(logit=99.0, is_logit=True, size=(4,), rng=jax.random.key(0))
+    assert certain.tolist() == [1] * 4
 
 
 # ---- Operators in float16 beside MXNet 1.9.1 on a CPU, and the dtype of what a network gives.
