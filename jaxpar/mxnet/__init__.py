@@ -6,7 +6,7 @@
                   _linear_algebra and _random compute them
     _elsewhere    names of MXNet that are elsewhere here, and what to write in their place
     _records      RecordIO files, and their images as training data
-    _port         a network as the text of a Python module, by _port_blocks and _port_layers
+    _port         a network as the text of a Python module, by _port_blocks, _port_layers and _port_text
 
 Nothing but the command line imports this room. `jp.mxnet.sgd` is `jp.updaters.mxnet_sgd`, and so on, and `load_params`
 is `jp.checkpoint.load_mxnet`. The guide is docs/from_mxnet.md.
