@@ -33,6 +33,7 @@ from ..updaters import (
 from ._elsewhere import *  # noqa: F403
 from ._graph import Difference as Difference
 from ._port import port as port
+from ._port_text import formatted as _formatted, text_of as _text_of
 from ._records import (
     ImageRecord as ImageRecord,
     RecordFile as RecordFile,

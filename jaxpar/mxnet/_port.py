@@ -70,9 +70,8 @@ def init(rng{given}):
     inputs = [{each}]
     jax.eval_shape(lambda: network(Net(array, {{}}, False, None), *inputs))
     keys = dict(zip(shapes, jax.random.split(rng, len(shapes))))
-    return split(
-        {{name: new_array(keys[name], name, shape) for name, shape in shapes.items()}}
-    )
+    new = {{name: new_array(keys[name], name, shape) for name, shape in shapes.items()}}
+    return split(new)
 
 
 {load}'''

@@ -31,6 +31,7 @@ _LONGEST, _MOST_TARGETS = 4, 4  # of a chain, of a loop
 _MOST_NAMED = 8  # outputs of a line that have names of their own
 _LONGEST_BODY = 64  # lines of a function, of a loop
 _MOST_INPUTS, _MOST_OUTPUTS = 4, 3  # of a function, beside what differs
+_MOST_ALIVE = 16  # values that lines give to those behind them, where a function may still go on
 _LONGEST_NAME = 32
 _MOST_DIGITS = 18  # of a number in a name that is counted on
 _SHORT = {"convolution": "conv", "batch_norm": "bn", "max_pool": "pool", "avg_pool": "pool"}
@@ -142,6 +143,12 @@ def _key(lines: Sequence[Line]) -> Any:
     return tuple(key)
 
 
+def _kinds(lines: Sequence[Line]) -> list[int]:
+    """A number for each line: that of other lines that differ in their slots and values only."""
+    numbers: dict[Any, int] = {}
+    return [numbers.setdefault(_key([line]), len(numbers)) for line in lines]
+
+
 def _last_uses(lines: Sequence[Line | Block], heads: Iterable[Value]) -> dict[Value, int]:
     """The place of the line that is the last one to use a value. Heads are used after all lines."""
     uses = {value: at for at, line in enumerate(lines) for value in line.inputs}
@@ -187,10 +194,7 @@ def _units(lines: list[Line], heads: Sequence[Value]) -> list[_Pattern]:
     """Lines that recur, take few values and give few: a residual unit, a layer of a transformer, a recurrent cell."""
     last = _last_uses(lines, heads)
     made = {value: (at, place) for at, line in enumerate(lines) for place, value in enumerate(line.outputs)}
-    forms, tokens = dict[Any, int](), list[int]()
-    for line in lines:
-        form = line.form, tuple((slot.kind, slot.key) for slot in line.slots), len(line.outputs)
-        tokens.append(forms.setdefault(form, len(forms)))
+    kinds = _kinds(lines)
 
     # Windows that are alike so far, by their starts. Each step looks at one line more, of those that are still several.
     inputs: list[list[Value]] = [[] for _ in lines]  # what the window from each line on takes
@@ -211,16 +215,20 @@ def _units(lines: list[Line], heads: Sequence[Value]) -> list[_Pattern]:
                         of_line, place = at, inputs[start].index(value)
                     refs.append((at - of_line, place))
                 alive[start] = {value for value in (*alive[start], *line.outputs) if last.get(value, -1) > at}
-                if len(inputs[start]) <= _MOST_INPUTS:
-                    longer.setdefault((group, tokens[at], tuple(refs)), []).append(start)
-        groups = [starts for starts in longer.values() if len(starts) > 1]
-        for starts in groups if length > 2 else ():
-            outputs = {(made[value][0] - start, made[value][1]) for start in starts for value in alive[start]}
+                if len(inputs[start]) <= _MOST_INPUTS and len(alive[start]) <= _MOST_ALIVE:
+                    longer.setdefault((group, kinds[at], tuple(refs)), []).append(start)
+        groups = []
+        for starts in longer.values():
+            # What comes once begins no unit. What begins with two turns of a unit would only be longer than that.
             first = starts[0]
-            form = tokens[first : first + length]
-            # One that ends as it begins is more than one turn of what recurs.
-            is_one_turn = not any(form[n:] == form[:-n] for n in range(1, length))
-            if not inputs[first] or len(outputs) > _MOST_OUTPUTS or not is_one_turn:
+            window = kinds[first : first + length]
+            if len(starts) == 1 or (length > 4 and window[: length // 2] == window[length // 2 :]):
+                continue
+            groups.append(starts)
+            outputs = {(made[value][0] - start, made[value][1]) for start in starts for value in alive[start]}
+            # A window that ends as it begins is more than one turn.
+            is_turn = length > 2 and not any(window[n:] == window[:-n] for n in range(1, length))
+            if not is_turn or not inputs[first] or len(outputs) > _MOST_OUTPUTS:
                 continue
             more = len(inputs[first]) - 1 + len(outputs) - 1
             if more or not _is_divisible(lines[first : first + length], outputs):
@@ -319,26 +327,26 @@ def _replaced(
 def _with_loops(lines: list[Line], inputs: Sequence[Value], heads: Sequence[Value]) -> list[Line | Block]:
     """The lines with loops in the place of what repeats in a row."""
     cuts = {at for at in _cuts(lines, inputs, heads) if at == 0 or len(lines[at - 1].outputs) == 1}
-    numbers, tokens = dict[Any, int](), list[int]()
-    # Each line as one number: equal for lines of one form that read what stands as far before them. So a loop is a
+    kinds, numbers, tokens = _kinds(lines), dict[Any, int](), list[int]()
+    # Each line as one number: equal for lines of one kind that read what stands as far before them. So a loop is a
     # sequence of numbers that repeats.
     made = dict.fromkeys(inputs, -1) | {value: at for at, line in enumerate(lines) for value in line.outputs}
     for at, line in enumerate(lines):
         # How far before the line each value is made, and which output it is.
         refs = [(at - made[v], lines[made[v]].outputs.index(v) if made[v] >= 0 else 0) for v in line.inputs]
-        tokens.append(numbers.setdefault((_key([line]), tuple(refs)), len(numbers)))
+        tokens.append(numbers.setdefault((kinds[at], tuple(refs)), len(numbers)))
     periods = range(1, min(_LONGEST_BODY, len(lines) // 2) + 1)
     counts = [_counts(tokens, cuts, period) for period in periods]
 
     # The best loop from here, unless the one from the next line saves more.
     items: list[Line | Block] = []
-    at, now = 0, _best_loop(lines, 0, counts)
+    at, now = 0, _best_loop(lines, kinds, 0, counts)
     while at < len(lines):
-        (saved, best), later = now, _best_loop(lines, at + 1, counts)
+        (saved, best), later = now, _best_loop(lines, kinds, at + 1, counts)
         if best is not None and saved >= later[0]:
             items.append(best)
             at += best.count * len(best.lines)
-            now = _best_loop(lines, at, counts)
+            now = _best_loop(lines, kinds, at, counts)
         else:
             items.append(lines[at])
             at, now = at + 1, later
@@ -356,7 +364,9 @@ def _counts(tokens: Sequence[int], cuts: Container[int], period: int) -> Sequenc
     return counts
 
 
-def _best_loop(lines: list[Line], at: int, counts: Sequence[Sequence[int]]) -> tuple[tuple[int, int], Block | None]:
+def _best_loop(
+    lines: list[Line], kinds: Sequence[int], at: int, counts: Sequence[Sequence[int]]
+) -> tuple[tuple[int, int], Block | None]:
     """The best loop that begins at a line, with the lines that it saves and, negative, its number of targets."""
     saved: tuple[int, int] = (1, 0)
     best = None
@@ -365,8 +375,7 @@ def _best_loop(lines: list[Line], at: int, counts: Sequence[Sequence[int]]) -> t
         if (count - 1) * period <= saved[0]:
             continue
         # A longer window takes a run of equal lines whole, with none of it before or behind.
-        ends = [_key([line]) for line in (lines[at], lines[at + period - 1], *lines[at + period * count :][:1])]
-        if period > 1 and ends[1] in (ends[0], *ends[2:]):
+        if period > 1 and kinds[at + period - 1] in (kinds[at], *kinds[at + period * count :][:1]):
             continue
         loop = _longest_loop(lines, at, period, count)
         if loop is not None and (loop.count - 1) * period > saved[0]:

@@ -670,6 +670,7 @@ def test_the_command_with_an_operator_of_ones_own(tmp_path, monkeypatch, capsys)
     assert "--operator NAME=MODULE:FUNCTION" in capsys.readouterr().err
     assert main([*words, "--operator", "Twice=my_ops:twice"]) == 0
     assert "from my_ops import twice as mx_twice" in (tmp_path / "odd_net.py").read_text()
+    check_with_ruff(tmp_path, "F", "E")  # which module is one's own is a matter of the folder
     run((tmp_path / "test_odd_net.py").read_text())["test_the_module_gives_what_the_symbol_gives"](False)
     for wrong, line in (
         ("Twice", "expected NAME=MODULE:FUNCTION"),
