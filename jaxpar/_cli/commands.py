@@ -324,21 +324,21 @@ def parse_choice(text: str) -> tuple[str, list[Any]]:
 # `jaxpar port`: write a network of MXNet as a Python module.
 
 _PORT = "Write a network of MXNet as a module in plain JAX, or of Flax. Nothing of the files is run."
-_TEST = '''"""{module} gives what {symbol} gives, while it is trained and else."""
+_TEST = '''"""{module} gives what {file} gives, while it is trained and else."""
 
 import jax
 import numpy as np
 import pytest
-import {module}
-{imports}
 from jaxpar import mxnet
+
+{imports}
 
 SHAPES = {shapes}
 
 
 @pytest.mark.parametrize("train", [False, True])
 def test_the_module_gives_what_the_symbol_gives(train):
-    model = mxnet.load_symbol({symbol!r}, operators={{{operators}}})
+    model = mxnet.load_symbol({symbol}, operators={{{operators}}})
     params, state = {arrays}
     random, key = np.random.default_rng(0), jax.random.key(0)
     names = [name for name in model.inputs if name in SHAPES]
@@ -399,17 +399,19 @@ def _port(options: PortOptions) -> None:
     operators = {name: find_function(text) for name, text in named.items()}
     texts = {output: mxnet.port(options.symbol, options.params, shapes=shapes, nnx=options.nnx, operators=operators)}
     if options.test:
-        arrays = f"{output.stem}.{f'load({options.params!r})' if options.params else 'init(jax.random.key(1))'}"
-        modules = sorted({text.partition(":")[0] for text in named.values()})
+        text_of = mxnet._text_of
+        arrays = f"load({text_of(options.params)})" if options.params else "init(jax.random.key(1))"
+        modules = sorted({output.stem, *(text.partition(":")[0] for text in named.values())})
         test = _TEST.format(
             module=output.stem,
-            symbol=options.symbol,
-            shapes=shapes,
-            arrays=arrays,
-            imports="".join(f"import {module}\n" for module in modules),
-            operators=", ".join(f"{name!r}: {text.replace(':', '.')}" for name, text in named.items()),
+            file=Path(options.symbol).name,
+            symbol=text_of(options.symbol),
+            shapes=f"{{{', '.join(f'{text_of(name)}: {shape}' for name, shape in shapes.items())}}}",
+            arrays=f"{output.stem}.{arrays}",
+            imports="\n".join(f"import {module}" for module in modules),
+            operators=", ".join(f"{text_of(name)}: {text.replace(':', '.')}" for name, text in named.items()),
         )
-        texts[output.with_name(f"test_{output.name}")] = test
+        texts[output.with_name(f"test_{output.name}")] = mxnet._formatted(test)
     if existing := [str(path) for path in texts if path.exists() and not options.force]:
         raise FileExistsError(f"{' and '.join(existing)} exists; choose another name, or give --force")
     for path, text in texts.items():

@@ -7,7 +7,7 @@
                   them; _numpy is the table of those of `mx.np`
     _elsewhere    names of MXNet that are elsewhere here, and what to write in their place
     _records      RecordIO files, and their images as training data
-    _port         a network as the text of a Python module, by _port_blocks and _port_layers
+    _port         a network as the text of a Python module, by _port_blocks, _port_layers and _port_text
 
 Nothing but the command line imports this room. `jp.mxnet.sgd` is `jp.updaters.mxnet_sgd`, and so on, and `load_params`
 is `jp.checkpoint.load_mxnet`. The guide is docs/from_mxnet.md.
@@ -34,6 +34,7 @@ from ..updaters import (
 from ._elsewhere import *  # noqa: F403
 from ._graph import Difference as Difference
 from ._port import port as port
+from ._port_text import formatted as _formatted, text_of as _text_of
 from ._records import (
     ImageRecord as ImageRecord,
     RecordFile as RecordFile,

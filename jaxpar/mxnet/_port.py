@@ -11,9 +11,11 @@ import ast
 import builtins
 import importlib
 import inspect
+import itertools
 import keyword
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +23,23 @@ from .._core import files
 from .._core.files import CheckpointError
 from . import _port_layers
 from ._layers import ACTIVATIONS
-from ._operators import ARITHMETIC, Operator
-from ._port_blocks import KEYWORD, POSITION, Line, Slot, Value, fold, free_name, functions_of, number_text
+from ._operators import ARITHMETIC
+from ._port_blocks import KEYWORD, POSITION, Line, Slot, Value, fold, free_name, functions_of
+from ._port_text import formatted, text_of
 from ._symbol import Model, load_symbol
 
 _MOST_OUTPUTS = 10_000  # of a node
+_LONGEST_IDENTIFIER = 36  # two of them and an operator fit in a line
 _OF_IMAGES = ("kernel", "stride", "pad", "dilate")  # one number where it is the same for all axes
 
 # Names of the module itself, which no input may have.
 _RESERVED = (
     "net params state train rng arrays array shapes jax jnp lax math operator load_params network apply init Any"
-    " NamedTuple self rngs nnx outputs Network arrays_of dict zip len range tuple float isinstance _ __debug__"
+    " NamedTuple self rngs nnx outputs Network arrays_of dict zip len range tuple float isinstance _ __debug__ l I O"
 ).split() + list(vars(_port_layers))
-_MODULE = '''"""{name}, a network of MXNet in {kind}, written by `jaxpar port`.
+# Modules that the written one has by these names; functions that are copied may use them.
+_MODULES = {"jax": "jax", "jnp": "jax.numpy", "lax": "jax.lax", "math": "math", "nnx": "flax.nnx"}
+_MODULE = '''"""{name} in {kind}, written by `jaxpar port`.
 
 Arrays have MXNet's names and layout. `apply` is a pure function of them.
 """
@@ -61,10 +67,11 @@ def init(rng{given}):
         shapes[name] = shape
         return jnp.zeros(shape)
 
-    inputs = [jnp.zeros(shape) for shape in ({each})]
+    inputs = [{each}]
     jax.eval_shape(lambda: network(Net(array, {{}}, False, None), *inputs))
     keys = dict(zip(shapes, jax.random.split(rng, len(shapes))))
-    return split({{name: new_array(keys[name], name, shape) for name, shape in shapes.items()}})
+    new = {{name: new_array(keys[name], name, shape) for name, shape in shapes.items()}}
+    return split(new)
 
 
 {load}'''
@@ -79,9 +86,13 @@ class Network(nnx.Module):
     """The network with its arrays. `train()` and `eval()` switch it."""
 
     def __init__(self, params, state=None):
-        self.params = nnx.Dict({{n: nnx.Param(jnp.asarray(a)) for n, a in params.items()}})
-        statistics = {{n: nnx.BatchStat(jnp.asarray(a)) for n, a in (state or {{}}).items()}}
-        self.statistics = nnx.Dict(statistics)
+        self.params = nnx.Dict(
+            {{name: nnx.Param(jnp.asarray(array)) for name, array in params.items()}}
+        )
+        state = state or {{}}
+        self.statistics = nnx.Dict(
+            {{name: nnx.BatchStat(jnp.asarray(array)) for name, array in state.items()}}
+        )
         self.deterministic = True
 
     def __call__(self, {inputs}*, rngs=None):
@@ -114,7 +125,8 @@ def port(
     The module has `apply(params, data, state=..., train=False, rng=None)`, which gives what `Model.apply` gives without
     labels, `init(rng)` for new arrays and `load(file)` for those of MXNet, all by MXNet's names. What repeats is
     written as functions and loops. With `nnx=True`, `Network(params, state)` is an `nnx.Module` of Flax. Rare
-    operators come from `mxnet.operator`. `jaxpar port` writes the text to a file.
+    operators come from `mxnet.operator`. `jaxpar port` writes the text to a file. It is as `ruff format` writes it, in
+    lines of 88 characters, but for a function of `operators` that is copied.
 
     Args:
         symbol_file: the graph, "lenet-symbol.json".
@@ -146,37 +158,50 @@ def port(
             raise
         all_shapes |= input_shapes
 
-    # The nodes as lines, and what repeats as functions and loops.
+    # The nodes as lines. Operators that no line of JAX says are jaxpar's, or one's own.
     taken = dict.fromkeys(_RESERVED, 1)
     lines, heads, rare = _lines_of(model, all_shapes, user_operators, taken)
     lines = _needed(lines, heads)
+    forms = " ".join({line.form for line in lines})
+    rare = {op: name for op, name in rare.items() if f"{name}(" in forms}  # else of labels alone
+    imports, assignments, own_functions = _rare_operators(rare, user_operators)
+    taken |= dict.fromkeys(imports, 1)
+
+    # What repeats among the lines as functions and loops, and what they call of jaxpar's layers.
     used = {value for value in [*heads, *(value for line in lines for value in line.inputs)] if value[1] == 0}
     variables = [(number, node.name) for number, node in enumerate(model.symbol.nodes) if node.is_variable]
     inputs = {(n, 0): name for n, name in variables if (n, 0) in used and name not in model._arrays}
     functions, items = fold(lines, list(inputs), heads, taken)
     names = {value: _identifier(name, taken) for value, name in inputs.items()}
     function_texts = functions_of(functions, items, names, heads)
-
-    # With what they call of jaxpar's layers.
     copied = _copied("\n".join(function_texts))
     statistics = {name for name, kind in model._arrays.items() if kind == "aux"}
     _, by_ending = _port_layers.split(dict.fromkeys(model._arrays))
     if set(by_ending) != statistics:  # the endings of their names do not tell running statistics
         copied = [text for text in copied if not text.startswith("def split(")]
-        copied.append(_SPLIT.format(names=", ".join(f"{name!r}" for name in sorted(statistics))))
+        copied.append(_SPLIT.format(names=", ".join(map(text_of, sorted(statistics)))))
+
+    # The module around them.
     text = "\n\n\n".join([*copied, *function_texts])
-    defaults = [names[v] + (f"={all_shapes[name]}" if name in all_shapes else "") for v, name in inputs.items()]
-    return (_MODULE + (_NNX if nnx else "")).format(
+    needed = ["import math", "from typing import Any, NamedTuple", "import jax", "import jax.numpy as jnp"]
+    needed += ["from jax import lax"] if "lax." in "".join([text, *own_functions]) else []
+    needed += ["from flax import nnx"] if nnx or "nnx." in "".join(own_functions) else []
+    needed += [f"from jaxpar.mxnet import load_params{', operator' if rare.keys() - user_operators else ''}"]
+    defaults = [
+        names[v] + (f"={text_of(all_shapes[name])}" if name in all_shapes else "") for v, name in inputs.items()
+    ]
+    module = (_MODULE + (_NNX if nnx else "")).format(
         name=re.sub(r"[^\w.-]", "_", files.as_path(symbol_file, "mxnet.port: symbol_file").name),
         kind="Flax's nnx" if nnx else "plain JAX",
-        imports=_imports(text, rare, user_operators, nnx),
+        imports="\n".join([_import_block([*needed, *imports.values()]), *assignments]),
         text=text,
         inputs="".join(f"{name}, " for name in names.values()),
         after="".join(f", jnp.asarray({name})" for name in names.values()),
-        each=", ".join(names.values()) + "," * bool(names),
+        each=", ".join(f"jnp.zeros({name})" for name in names.values()),
         given="".join(f", {default}" for default in sorted(defaults, key=lambda default: "=" in default)),
         load=inspect.getsource(_port_layers.load),
     )
+    return "\n\n".join([formatted(module), *(f"{function}\n" for function in own_functions)])
 
 
 def _needed(lines: Sequence[Line], heads: Sequence[tuple[int, int]]) -> list[Line]:
@@ -192,7 +217,7 @@ def _needed(lines: Sequence[Line], heads: Sequence[tuple[int, int]]) -> list[Lin
 
 def _identifier(name: str, taken: dict[str, int]) -> str:
     """A name of an input that Python takes, and that nothing else in the module has."""
-    text = re.sub(r"\W|^(?=\d)", "_", name, flags=re.ASCII) or "_"
+    text = re.sub(r"\W|^(?=\d)", "_", name, flags=re.ASCII)[:_LONGEST_IDENTIFIER] or "_"
     return free_name(f"{text}_" if keyword.iskeyword(text) or text in taken else text, taken)
 
 
@@ -207,35 +232,58 @@ def _copied(text: str) -> list[str]:
     return sources
 
 
-def _imports(text: str, rare: Mapping[str, str], user_operators: Mapping[str, Callable[..., Any]], nnx: bool) -> str:
-    lines = ["import math", "from typing import Any, NamedTuple", "", "import jax", "import jax.numpy as jnp"]
-    lines += ["from flax import nnx"] if nnx else []
-    lines += ["from jax import lax"] if "lax." in text else []
-    ours = {op: name for op, name in rare.items() if op not in user_operators}
-    lines += ["", f"from jaxpar.mxnet import load_params{', operator' if ours else ''}"]
-    if ours:
-        lines += ["", "# Operators that are rare: jaxpar's functions, with MXNet's arguments."]
-        lines += [f"{name} = operator({op!r})".replace("'", '"') for op, name in ours.items()]
-    if len(ours) < len(rare):
-        lines += ["", "# Operators of one's own."]
-        lines += [_source(op, user_operators[op], name) for op, name in rare.items() if op in user_operators]
-    return "\n".join(lines)
+def _rare_operators(
+    rare: Mapping[str, str], user_operators: Mapping[str, Callable[..., Any]]
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """What gives a module its rare operators: imports by the names that they bind, assignments, and functions."""
+    imports: dict[str, str] = {}
+    ours: list[str] = []
+    own: list[str] = []
+    functions: list[str] = []
+    for op, name in rare.items():
+        if op not in user_operators:
+            ours.append(f"{name} = operator({text_of(op)})")
+        elif (path := _import_path(user_operators[op])) is not None:
+            module, first, *attributes = path
+            imports[name] = f"from {module} import {first} as {name}"
+            own += [f"{name} = {'.'.join([name, *attributes])}"] if attributes else []
+        else:
+            text, modules = _copy_of(op, user_operators[op], name)
+            functions.append(text)
+            for alias, module in modules.items():
+                line = f"import {module}" if alias == module else f"import {module} as {alias}"
+                if imports.setdefault(alias, line) != line:
+                    raise ValueError(f"mxnet.port: functions of `operators` mean several modules by {alias}")
+    assignments = ["", "# Operators that are rare: jaxpar's functions, with MXNet's arguments.", *ours] if ours else []
+    return imports, [*assignments, *(["", "# Operators of one's own.", *own] if own else [])], functions
 
 
-def _source(op: str, fn: Callable[..., Any], name: str) -> str:
-    """The lines that give a module a function: its import, or a copy."""
+def _import_block(imports: Iterable[str]) -> str:
+    """Imports in the order of isort: the standard library first, `import x` before `from x`, each by name."""
+
+    def place(line: str) -> tuple[bool, bool, str, str]:
+        word, module, *_ = line.split()
+        return module.partition(".")[0] not in sys.stdlib_module_names, word == "from", module.lower(), line
+
+    sections = itertools.groupby(sorted({*imports}, key=place), key=lambda line: place(line)[0])
+    return "\n\n".join("\n".join(section) for _, section in sections)
+
+
+def _import_path(fn: Callable[..., Any]) -> list[str] | None:
+    """The module of a function, and the names that lead to it there. None: it cannot be imported."""
     module, path = getattr(fn, "__module__", None) or "__main__", getattr(fn, "__qualname__", "").split(".")
-    if module != "__main__" and all(word.isidentifier() for word in path):
-        imported: Any = importlib.import_module(module)
-        for word in path:
-            imported = getattr(imported, word, None)
-        if imported is fn:
-            first, *attributes = path
-            more = f"\n{name} = {'.'.join([name, *attributes])}" if attributes else ""
-            return f"from {module} import {first} as {name}{more}"
+    if module == "__main__" or not all(word.isidentifier() for word in path):
+        return None
+    found: Any = importlib.import_module(module)
+    for word in path:
+        found = getattr(found, word, None)
+    return [module, *path] if found is fn else None
 
-    # It cannot be imported, so its definition is copied, if that uses nothing of its file but modules. Several lambdas
-    # may stand in one line: the places of its instructions in the source say which of them it is.
+
+def _copy_of(op: str, fn: Callable[..., Any], name: str) -> tuple[str, dict[str, str]]:
+    """The definition of a function under another name, and the modules that it uses by its names for them."""
+    # It may use nothing of its file but modules. Several lambdas may stand in one line: the places of its instructions
+    # in the source say which of them it is.
     hint = "define it at the top of a module that can be imported"
     try:
         tree, code = ast.parse("".join(inspect.findsource(fn)[0])), inspect.unwrap(fn).__code__
@@ -259,8 +307,10 @@ def _source(op: str, fn: Callable[..., Any], name: str) -> str:
     left_out = {id(node) for annotation in annotations for node in ast.walk(annotation)}
     names = {each.id for each in inside if isinstance(each, ast.Name) and id(each) not in left_out} - local_names
     around: dict[str, Any] = getattr(fn, "__globals__", {})
-    modules = {each: around[each] for each in sorted(names) if inspect.ismodule(around.get(each))}
-    of_file = {each for each in names - modules.keys() if each in around or not hasattr(builtins, each)}
+    modules = {each: around[each].__name__ for each in sorted(names) if inspect.ismodule(around.get(each))}
+    ours = {each for each, module in modules.items() if _MODULES.get(each) == module}
+    modules = {each: module for each, module in modules.items() if each not in _RESERVED}
+    of_file = {n for n in names - modules.keys() - ours if n in around or not hasattr(builtins, n)}
     if of_file := sorted(of_file | (names & {*code.co_freevars})):
         raise ValueError(
             f"mxnet.port: operators[{op!r}] is no function that can be imported, and uses {', '.join(of_file)} of its "
@@ -269,12 +319,11 @@ def _source(op: str, fn: Callable[..., Any], name: str) -> str:
     for argument in ast.walk(definition.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
-    if isinstance(definition, ast.FunctionDef):
-        definition.name, definition.returns = name, None
-        text = ast.unparse(definition)
+    if isinstance(definition, ast.Lambda):
+        function = ast.FunctionDef(name, definition.args, [ast.Return(definition.body)], [])
     else:
-        text = f"{name} = {ast.unparse(definition)}"
-    return "\n".join([*(f"import {value.__name__} as {each}" for each, value in modules.items()), text])
+        function, definition.name, definition.returns = definition, name, None
+    return ast.unparse(ast.fix_missing_locations(function)), modules
 
 
 # The nodes of a symbol as lines: which function of JAX, or of the written module, each of them calls.
@@ -321,14 +370,14 @@ def _lines_of(
         if isinstance(form, str):
             count = count or min(call.operator.outputs(call.attrs), _MOST_OUTPUTS)
             outputs = tuple((number, place) for place in range(count))
+            lines += call.lines
             lines.append(Line(form, tuple(call.inputs), outputs, tuple(call.slots), node.op))
         else:
             same[number, 0] = form
     heads = tuple(same.get(head, head) for head in model.symbol.heads)
     for number, place in dict.fromkeys(heads):
         if nodes[number].is_variable and nodes[number].name in model._arrays:  # an array itself is an output
-            call = _Call(model, number, shapes, same)
-            lines.append(Line(call.array(nodes[number].name), (), ((number, place),), tuple(call.slots), "null"))
+            lines.append(_line_of_array(nodes[number].name, shapes, (number, place)))
     made = {value for line in lines for value in line.outputs}
     for number, place in {*heads, *(value for line in lines for value in line.inputs)} - made:
         if not (node := nodes[number]).is_variable:
@@ -336,12 +385,23 @@ def _lines_of(
     return lines, heads, rare
 
 
+def _line_of_array(name: str, shapes: Mapping[str, tuple[int, ...]], output: Value) -> Line:
+    slots = Slot("name", "name", name), Slot("shape", "shape", _shape_of(name, shapes))
+    return Line("net.array({s[0]}{s[1]})", (), (output,), slots, "null")
+
+
+def _shape_of(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    if name not in shapes:
+        raise ValueError(f"the shape of {name!r} is unknown; give the params file too, or the shapes of the inputs")
+    return shapes[name]
+
+
 class _Call:
     """A node that becomes a line. Its methods give the texts of the form, and collect the inputs and slots."""
 
     def __init__(self, model: Model, number: int, shapes: Mapping[str, tuple[int, ...]], same: Mapping[Value, Value]):
         self.node, self.number, self._shapes = model.symbol.nodes[number], number, shapes
-        self.operator, attrs = model._operators.get(number, (_VARIABLE, {}))
+        self.operator, attrs = model._operators[number]
         defaults = {name: parameter.default for name, parameter in self.operator.attributes.items()}
         self.attrs = {**defaults, **attrs}
         if self.attrs.get("layout") in ("None", "NCW", "NCHW", "NCDHW"):
@@ -356,25 +416,28 @@ class _Call:
         self.before = named[0] if named else None
         self.inputs: list[Value] = []
         self.slots: list[Slot] = []
+        self.lines: list[Line] = []  # of arrays that are read before
 
     def slot(self, kind: str, key: str, value: object, default: object = POSITION) -> str:
         self.slots.append(Slot(kind, key, value, default))
         return f"{{s[{len(self.slots) - 1}]}}"
 
-    def value(self, place: int = 0) -> str:
+    def argument(self, place: int = 0) -> str:
+        """A value in brackets, or at the end of the form: an array is read where it stands."""
         name = self.arrays[place]
+        if name is None:
+            return self.operand(place)
+        shape = _shape_of(name, self._shapes)
+        return f"net.array({self.slot('name', 'name', name)}{self.slot('shape', 'shape', shape)})"
+
+    def operand(self, place: int = 0) -> str:
+        """A value anywhere: an array is read in a line before."""
+        value, name = self.refs[place], self.arrays[place]
         if name is not None:
-            return self.array(name)
-        self.inputs.append(self.refs[place])
+            value = self.number, -1 - place
+            self.lines.append(_line_of_array(name, self._shapes, value))
+        self.inputs.append(value)
         return f"{{v[{len(self.inputs) - 1}]}}"
-
-    def array(self, name: str) -> str:
-        if name not in self._shapes:
-            raise ValueError(f"the shape of {name!r} is unknown; give the params file too, or the shapes of the inputs")
-        return f"net.array({self.slot('name', 'name', name)}, *{self.slot('value', 'shape', self._shapes[name])})"
-
-    def values(self, between: str = ", ") -> str:
-        return between.join(self.value(place) for place in range(len(self.refs)))
 
     def layer(self, function: str, endings: str = "", without: tuple[str, ...] = (), by: str = "") -> str | None:
         """A call of a layer of `_port_layers`. None where it cannot say what the node does, which is a rare one then.
@@ -405,7 +468,7 @@ class _Call:
                     text += ", net"
                     continue
                 case "x":
-                    text += f", {self.value()}"
+                    text += f", {self.argument()}"
                     continue
                 case "name":
                     kind, value = "name", name
@@ -427,7 +490,6 @@ class _Call:
 
 
 _Form = str | Value | None  # None: the operator of jaxpar is called
-_VARIABLE = Operator(lambda: None)
 
 
 def _batch_norm(call: _Call) -> _Form:
@@ -440,7 +502,7 @@ def _pooling(call: _Call) -> _Form:
     if kind not in ("max", "avg") or a["layout"]:
         return None
     if a["global_pool"]:
-        value = call.value()
+        value = call.operand()
         axes = "(2, 3)" if len(a["kernel"]) == 2 else f"range(2, {value}.ndim)"
         return f"{value}.{kind.replace('avg', 'mean')}({axes}, keepdims=True)"
     uncounted = kind == "avg" and any(a["pad"])
@@ -458,25 +520,25 @@ _ACTIVATIONS = {
 
 def _activation(call: _Call) -> _Form:
     form = _ACTIVATIONS.get(call.attrs["act_type"])
-    return form and form.format(call.value(), slope=number_text(call.attrs.get("slope")))
+    return form and form.format(call.operand(), slope=text_of(call.attrs.get("slope")))
 
 
 def _softmax_output(call: _Call) -> _Form:
     """Its prediction. The label is left out, for it acts on the gradient only."""
-    a, value = call.attrs, call.value()
+    a, value = call.attrs, call.argument()
     if a["multi_output"] or a["preserve_shape"]:
         return f"jax.nn.softmax({value}, axis={1 if a['multi_output'] else -1})"
     before = call.before
     if before and (before.op == "Flatten" or (before.op == "FullyConnected" and "flatten" not in before.attrs)):
         return f"jax.nn.softmax({value})"
-    return f"jax.nn.softmax({value}.reshape({value}.shape[0], -1)).reshape({value}.shape)"
+    return f"softmax_output({value})"
 
 
 def _reshape(call: _Call) -> _Form:
     shape = call.attrs["shape"]
     if call.attrs["reverse"] or min(shape, default=-2) < -1:
         return None
-    value = call.value()
+    value = call.operand()
     return f"{value}.reshape({', '.join(str(n) if n else f'{value}.shape[{i}]' for i, n in enumerate(shape))})"
 
 
@@ -485,16 +547,21 @@ def _reduction(call: _Call) -> _Form:
     axes = call.attrs["axis"] or (0,)
     if not call.non_default.keys() <= {"axis"} or min(axes) < 1:
         return None
-    return f"{call.value()}.{call.node.op.removesuffix('_axis')}({axes[0] if len(axes) == 1 else axes})"
+    return f"{call.operand()}.{call.node.op.removesuffix('_axis')}({axes[0] if len(axes) == 1 else axes})"
+
+
+def _concatenate(call: _Call) -> _Form:
+    arrays = ", ".join(map(call.argument, range(len(call.refs))))
+    return f"jnp.concatenate([{arrays}], axis={call.attrs['dim']})"
 
 
 def _same(call: _Call) -> _Form:
     """A node that computes nothing."""
-    return call.refs[0] if call.arrays[0] is None else call.value()
+    return call.refs[0] if call.arrays[0] is None else call.argument()
 
 
 def _infix(sign: str) -> Callable[[_Call], _Form]:
-    return lambda call: call.values(f" {sign} ")
+    return lambda call: f"{call.operand(0)} {sign} {call.argument(1)}"
 
 
 def _plain(form: str, *attributes: str) -> Callable[[_Call], _Form]:
@@ -503,19 +570,20 @@ def _plain(form: str, *attributes: str) -> Callable[[_Call], _Form]:
     def plain(call: _Call) -> _Form:
         if attributes and not call.non_default.keys() <= {*attributes}:
             return None
-        texts = {name: number_text(value) for name, value in call.attrs.items()}
-        return form.format(x=call.value(), op=call.node.op, **texts)
+        texts = {name: text_of(value) for name, value in call.attrs.items()}
+        return form.format(x=call.operand(), op=call.node.op, **texts)
 
     return plain
 
 
 def _rare(call: _Call, name: str, outputs: int) -> str:
     """A call of jaxpar's function, without labels; or of one's own, which gives so many outputs, or more."""
-    places = [call.value(place) for place in range(1 if call.operator.labels else len(call.refs))]
+    places = [call.argument(place) for place in range(1 if call.operator.labels else len(call.refs))]
     more: list[str] = []  # attributes that are no names
     for key, value in call.non_default.items():
-        text = call.slot("value", "value" if outputs else key, value)
-        if key.isidentifier() and not keyword.iskeyword(key):
+        is_name = key.isidentifier() and not keyword.iskeyword(key)
+        text = call.slot("value", key if is_name and not outputs else "value", value)
+        if is_name:
             places.append(f"{key}={text}")
         else:
             more.append(f"{key.replace('{', '{{').replace('}', '}}')!r}: {text}")
@@ -547,10 +615,10 @@ _TABLE: dict[str, Callable[[_Call], _Form]] = {
     "softmax log_softmax": _plain("jax.nn.{op}({x}, axis={axis})", "axis"),
     "Flatten flatten": _plain("{x}.reshape({x}.shape[0], -1)"),
     "Reshape reshape": _reshape,
-    "transpose": lambda call: f"{call.value()}.transpose({', '.join(map(str, call.attrs['axes']))})",
+    "transpose": lambda call: f"{call.operand()}.transpose({', '.join(map(str, call.attrs['axes']))})",
     "SwapAxis swapaxes": _plain("{x}.swapaxes({dim1}, {dim2})"),
     "expand_dims": _plain("jnp.expand_dims({x}, {axis})"),
-    "Concat concat": lambda call: f"jnp.concatenate([{call.values()}], axis={call.attrs['dim']})",
+    "Concat concat": _concatenate,
     "sum sum_axis mean": _reduction,
     **{f"broadcast_{name} {ARITHMETIC[name][1]}": _infix(sign) for name, sign in _SIGNS.items()},
     **{ARITHMETIC[name][2]: _plain(f"{{x}} {sign} {{scalar}}") for name, sign in _SIGNS.items()},

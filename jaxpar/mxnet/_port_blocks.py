@@ -1,7 +1,7 @@
 """Repeated lines as functions and loops.
 
-Lines of one form in a chain become a function where they come three times or more ("conv_bn"). So do the lines between
-two places where a single value is alive ("residual"), if they come twice. What then repeats in a row is a loop. The
+Functions of one value in a chain become one where they come three times or more ("conv_bn"). So do other lines that
+come twice and share few values with those around them ("residual"). What then repeats in a row is a loop. The
 parameters of a function and the targets of a loop are what differs: a number in the names of arrays, a size, an option.
 A number that is another one plus a constant needs no parameter, and nor does a multiple of another size.
 
@@ -11,6 +11,7 @@ The time grows with the lines, not with their square: networks that were unrolle
 from __future__ import annotations
 
 import array
+import bisect
 import collections
 import dataclasses
 import heapq
@@ -18,14 +19,19 @@ import itertools
 import math
 import re
 import string
-import tokenize
-from collections.abc import Container, Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
+
+from ._port_text import WIDTH, text_of
 
 Value = tuple[int, int]  # an output of a node
 POSITION, KEYWORD = object(), object()  # the defaults of what each call gives
-_LONGEST, _MOST_TARGETS, _WIDTH = 4, 4, 88  # of a chain, of a loop, of a line
-_LONGEST_BODY = 64  # lines of a loop
+_LONGEST, _MOST_TARGETS = 4, 4  # of a chain, of a loop
+_MOST_NAMED = 8  # outputs of a line that have names of their own
+_LONGEST_BODY = 64  # lines of a function, of a loop
+_MOST_INPUTS, _MOST_OUTPUTS = 4, 3  # of a function, beside what differs
+_MOST_ALIVE = 16  # values that lines give to those behind them, where a function may still go on
 _LONGEST_NAME = 32
 _MOST_DIGITS = 18  # of a number in a name that is counted on
 _SHORT = {"convolution": "conv", "batch_norm": "bn", "max_pool": "pool", "avg_pool": "pool"}
@@ -37,7 +43,7 @@ _NAMES = "x y z u v w a b c d e f g h".split()
 class Slot:
     """What may differ between two lines of one form."""
 
-    kind: str  # "name" of an array, "index" (a number in such a name, or of a random key), "size", or "value"
+    kind: str  # "name" of an array, its "shape", "index" (a number in a name, or of a random key), "size", or "value"
     key: str  # the word for it where it is a parameter
     value: Any
     default: Any = POSITION  # a value that is left out; POSITION or KEYWORD for none, by how it is given
@@ -55,7 +61,21 @@ class Line:
     texts: tuple[str, ...] = ()  # of the slots, as they are written
 
 
-_Windows = list[list[Line]]
+@dataclasses.dataclass
+class _Pattern:
+    """Windows of the lines that are alike.
+
+    Attributes:
+        length: how many lines each has.
+        starts: the places of their first lines.
+        outputs: what they give: (line of the window, output of the line).
+        more: how many values they take and give beyond one of each.
+    """
+
+    length: int
+    starts: list[int]
+    outputs: Sequence[tuple[int, int]]
+    more: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +89,11 @@ class Variable:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Repeated lines, of one input: those of the first time, with the texts of their slots.
+    """Repeated lines, those of the first time, with the texts of their slots.
 
     Attributes:
-        inputs: the value that the lines of the first time take. Where the lines are no block but one: those of it.
-        outputs, last: what the last line gives, the first time and the last time.
+        inputs: the values that the lines of the first time take, of a loop one.
+        outputs, last: what they give, the first time and the last time.
     """
 
     name: str
@@ -93,8 +113,8 @@ def fold(
     The names of the functions are added to those that are `taken`, see `free_name`.
     """
     functions: list[Block] = []
-    lines = _replaced(lines, _chains(lines, heads), functions, taken)
-    lines = _replaced(lines, _between_cuts(lines, inputs, heads), functions, taken)
+    lines = _replaced(lines, _chosen(lines, _chains(lines, heads), 3), functions, taken)
+    lines = _replaced(lines, _chosen(lines, _units(lines, heads), 2), functions, taken)
     items = _with_loops(lines, inputs, heads)
     return functions, [item if isinstance(item, Block) else _block("", [[item]]).lines[0] for item in items]
 
@@ -123,6 +143,12 @@ def _key(lines: Sequence[Line]) -> Any:
     return tuple(key)
 
 
+def _kinds(lines: Sequence[Line]) -> list[int]:
+    """A number for each line: that of other lines that differ in their slots and values only."""
+    numbers: dict[Any, int] = {}
+    return [numbers.setdefault(_key([line]), len(numbers)) for line in lines]
+
+
 def _last_uses(lines: Sequence[Line | Block], heads: Iterable[Value]) -> dict[Value, int]:
     """The place of the line that is the last one to use a value. Heads are used after all lines."""
     uses = {value: at for at, line in enumerate(lines) for value in line.inputs}
@@ -144,13 +170,13 @@ def _cuts(lines: Sequence[Line], inputs: Sequence[Value], heads: Sequence[Value]
 
 def _is_wrapper(line: Line) -> bool:
     """Whether a line is a function of JAX of one value, which may be written around the line before."""
-    return line.form.startswith(("jax.nn.", "jnp.")) and line.form.count("{v[") == 1
+    return line.form.startswith(("jax.nn.", "jnp.", "softmax_output(")) and line.form.count("{v[") == 1
 
 
-def _chains(lines: list[Line], heads: Sequence[Value]) -> list[_Windows]:
-    """The chains of lines that are written as functions, the one that saves most first. They share no line."""
+def _chains(lines: list[Line], heads: Sequence[Value]) -> list[_Pattern]:
+    """Functions of one value behind one another, where nothing else reads what is between them."""
     users = collections.Counter([*heads, *(value for line in lines for value in line.inputs)])
-    starts: dict[Any, list[int]] = {}  # where the chains of a form begin, some of them one in another
+    starts: dict[Any, list[int]] = {}
     for at in range(len(lines)):
         for length in range(2, min(_LONGEST, len(lines) - at) + 1):
             *before, line = window = lines[at : at + length]
@@ -158,48 +184,101 @@ def _chains(lines: list[Line], heads: Sequence[Value]) -> list[_Windows]:
             if not follows or len(before[0].inputs) != 1 or line.form in [other.form for other in before]:
                 break
             starts.setdefault((length, _key(window)), []).append(at)
+    return [
+        _Pattern(length, of_form, [(length - 1, place) for place in range(len(lines[of_form[0] + length - 1].outputs))])
+        for (length, _), of_form in starts.items()
+    ]
 
-    # What a form saves only becomes less when others take lines of it. So it is counted again when its turn comes.
-    used = [False] * len(lines)
-    queue = [(-math.inf, 0, form) for form in range(len(starts))]
-    forms, chains = list(starts), list[_Windows]()
+
+def _units(lines: list[Line], heads: Sequence[Value]) -> list[_Pattern]:
+    """Lines that recur, take few values and give few: a residual unit, a layer of a transformer, a recurrent cell."""
+    last = _last_uses(lines, heads)
+    made = {value: (at, place) for at, line in enumerate(lines) for place, value in enumerate(line.outputs)}
+    kinds = _kinds(lines)
+
+    # Windows that are alike so far, by their starts. Each step looks at one line more, of those that are still several.
+    inputs: list[list[Value]] = [[] for _ in lines]  # what the window from each line on takes
+    alive: list[set[Value]] = [set() for _ in lines]  # what it makes, and others read
+    patterns: list[_Pattern] = []
+    groups = [list(range(len(lines)))]
+    for length in range(1, min(_LONGEST_BODY, len(lines) // 2) + 1):
+        longer: dict[Any, list[int]] = {}
+        for group, starts in enumerate(groups):
+            for start in starts[: bisect.bisect(starts, len(lines) - length)]:
+                at = start + length - 1
+                line, refs = lines[at], list[tuple[int, int]]()
+                for value in line.inputs:
+                    of_line, place = made.get(value, (-1, 0))
+                    if of_line < start:  # is made before, so it counts which of the inputs it is
+                        if value not in inputs[start]:
+                            inputs[start].append(value)
+                        of_line, place = at, inputs[start].index(value)
+                    refs.append((at - of_line, place))
+                alive[start] = {value for value in (*alive[start], *line.outputs) if last.get(value, -1) > at}
+                if len(inputs[start]) <= _MOST_INPUTS and len(alive[start]) <= _MOST_ALIVE:
+                    longer.setdefault((group, kinds[at], tuple(refs)), []).append(start)
+        groups = []
+        for starts in longer.values():
+            # What comes once begins no unit. What begins with two turns of a unit would only be longer than that.
+            first = starts[0]
+            window = kinds[first : first + length]
+            if len(starts) == 1 or (length > 4 and window[: length // 2] == window[length // 2 :]):
+                continue
+            groups.append(starts)
+            outputs = {(made[value][0] - start, made[value][1]) for start in starts for value in alive[start]}
+            # A window that ends as it begins is more than one turn.
+            is_turn = length > 2 and not any(window[n:] == window[:-n] for n in range(1, length))
+            if not is_turn or not inputs[first] or len(outputs) > _MOST_OUTPUTS:
+                continue
+            more = len(inputs[first]) - 1 + len(outputs) - 1
+            if more or not _is_divisible(lines[first : first + length], outputs):
+                patterns.append(_Pattern(length, starts, sorted(outputs), more))
+    return patterns
+
+
+def _is_divisible(lines: list[Line], outputs: Collection[tuple[int, int]]) -> bool:
+    """Whether lines of one input and one output have a place where one value is alive, but before a last activation."""
+    heads = [lines[at].outputs[place] for at, place in outputs]
+    places = _cuts(lines, _inputs_of(lines), heads)
+    return any(0 < at < len(lines) - _is_wrapper(lines[-1]) for at in places)
+
+
+def _chosen(lines: list[Line], patterns: list[_Pattern], least: int) -> list[_Pattern]:
+    """The patterns that become functions, the one that saves most first, with windows that share no line."""
+    # What a pattern saves only becomes less when others take lines of it. So it is counted again when its turn comes.
+    used = bytearray(len(lines))
+    queue = [(-math.inf, 0, number) for number in range(len(patterns))]
+    chosen: list[_Pattern] = []
     while queue:
-        saved, first, form = heapq.heappop(queue)
-        length = forms[form][0]
-        starts[forms[form]] = left = [at for at in starts[forms[form]] if not any(used[at : at + length])]
-        chosen, end = list[int](), 0
-        for at in left:
+        before, first, number = heapq.heappop(queue)
+        pattern = patterns[number]
+        length = pattern.length
+        pattern.starts = [at for at in pattern.starts if used.find(1, at, at + length) < 0]
+        starts, end = list[int](), 0
+        for at in pattern.starts:
             if at >= end:
-                chosen.append(at)
+                starts.append(at)
                 end = at + length
-        if len(chosen) <= 2:
+        # Each call is one line in place of several; a further input or output counts as a line too.
+        saved = len(starts) * (length - 1 - pattern.more) - length
+        if len(starts) < least or saved <= 0:
             continue
-        now = -(len(chosen) - 1) * (length - 1), chosen[0]
-        if (saved, first) != now:
-            heapq.heappush(queue, (*now, form))
+        if (before, first) != (-saved, starts[0]):
+            heapq.heappush(queue, (-saved, starts[0], number))
             continue
-        chains.append([lines[at : at + length] for at in chosen])
-        for at in chosen:
-            used[at : at + length] = [True] * length
-    return chains
+        chosen.append(dataclasses.replace(pattern, starts=starts))
+        for at in starts:
+            used[at : at + length] = b"\1" * length
+    return chosen
 
 
-def _between_cuts(lines: list[Line], inputs: Sequence[Value], heads: Sequence[Value]) -> list[_Windows]:
-    """Lines between places with a single value, where they come several times."""
-    places = _cuts(lines, inputs, heads)
-    is_cut = {*places}
-    groups: dict[Any, _Windows] = {}
-    for start, end in itertools.pairwise(places):
-        if end + 1 in is_cut and _is_wrapper(lines[end]):
-            end += 1  # the activation of a residual unit
-        window = lines[start:end]
-        if len(window) > 2:
-            groups.setdefault(_key(window), []).append(window)
-    return [windows for windows in groups.values() if len(windows) > 1]
+def _block(
+    name: str, windows: Sequence[Sequence[Line]], outputs: Sequence[tuple[Value, ...]] = (), most: float = math.inf
+) -> Block:
+    """Windows of one form as one block, with variables for what differs. It is not finished if they are too many.
 
-
-def _block(name: str, windows: _Windows, most: float = math.inf) -> Block:
-    """Windows of one form as one block, with variables for what differs. It is not finished if they are too many."""
+    `outputs` are those of each window, by default those of its last line.
+    """
     variables = _Variables()
     lines: list[Line] = []
     for line, *same_lines in zip(*windows, strict=True):
@@ -207,9 +286,8 @@ def _block(name: str, windows: _Windows, most: float = math.inf) -> Block:
         lines.append(dataclasses.replace(line, texts=tuple(map(variables.text, slots))))
         if len(variables.collected) > most:
             break
-    first, last = windows[0], windows[-1]
-    outputs = first[-1].outputs
-    return Block(name, variables.collected, lines, len(windows), _inputs_of(first), outputs, last[-1].outputs)
+    first, last = (outputs[0], outputs[-1]) if outputs else (windows[0][-1].outputs, windows[-1][-1].outputs)
+    return Block(name, variables.collected, lines, len(windows), _inputs_of(windows[0]), first, last)
 
 
 def _inputs_of(lines: Sequence[Line]) -> tuple[Value, ...]:
@@ -219,54 +297,56 @@ def _inputs_of(lines: Sequence[Line]) -> tuple[Value, ...]:
 
 
 def _replaced(
-    lines: list[Line], groups: Sequence[_Windows], functions: list[Block], taken: dict[str, int]
+    lines: list[Line], patterns: Sequence[_Pattern], functions: list[Block], taken: dict[str, int]
 ) -> list[Line]:
-    """The lines with calls of new functions in the place of these windows."""
-    calls: dict[tuple[Value, ...], Line] = {}  # by the outputs of the line in whose place they are
-    left_out: set[tuple[Value, ...]] = set()  # the outputs of the other lines of these windows
-    for windows in groups:
-        function = _block(free_name(_name_of(windows[0]), taken), windows)
+    """The lines with calls of new functions in the place of these patterns."""
+    calls: dict[int, Line] = {}  # by the places of the lines that they stand for
+    left_out: set[int] = set()
+    for pattern in patterns:
+        windows = [lines[at : at + pattern.length] for at in pattern.starts]
+        outputs = [tuple(window[at].outputs[place] for at, place in pattern.outputs) for window in windows]
+        function = _block(free_name(_name_of(windows[0], _inputs_of(windows[0]), outputs[0]), taken), windows, outputs)
         functions.append(function)
         slots = [variable.slot for variable in function.variables]
-        places = [f", {{s[{i}]}}" for i, slot in enumerate(slots) if slot.default is POSITION]
+        places = [f", {{v[{i}]}}" for i in range(len(function.inputs))]
+        places += [f", {{s[{i}]}}" for i, slot in enumerate(slots) if slot.default is POSITION]
         places += [f"{{s[{i}]}}" for i, slot in enumerate(slots) if slot.default is not POSITION]
-        form = f"{function.name}(net, {{v[0]}}{''.join(places)})"
-        for number, window in enumerate(windows):
+        form = f"{function.name}(net{''.join(places)})"
+        for number, (at, window) in enumerate(zip(pattern.starts, windows, strict=True)):
             slots_of_call = tuple(
                 dataclasses.replace(v.slot, key=v.name, value=v.values[number])
                 if v.slot.default is not POSITION
                 else dataclasses.replace(v.slot, value=v.values[number])
                 for v in function.variables
             )
-            outputs = window[-1].outputs
-            calls[window[0].outputs] = Line(form, _inputs_of(window), outputs, slots_of_call, function.name)
-            left_out.update(line.outputs for line in window[1:])
-    return [calls.get(line.outputs, line) for line in lines if line.outputs not in left_out]
+            calls[at] = Line(form, _inputs_of(window), outputs[number], slots_of_call, function.name)
+            left_out.update(range(at + 1, at + pattern.length))
+    return [calls.get(at, line) for at, line in enumerate(lines) if at not in left_out]
 
 
 def _with_loops(lines: list[Line], inputs: Sequence[Value], heads: Sequence[Value]) -> list[Line | Block]:
     """The lines with loops in the place of what repeats in a row."""
     cuts = {at for at in _cuts(lines, inputs, heads) if at == 0 or len(lines[at - 1].outputs) == 1}
-    numbers, tokens = dict[Any, int](), list[int]()
-    # Each line as one number: equal for lines of one form that read what stands as far before them. So a loop is a
+    kinds, numbers, tokens = _kinds(lines), dict[Any, int](), list[int]()
+    # Each line as one number: equal for lines of one kind that read what stands as far before them. So a loop is a
     # sequence of numbers that repeats.
     made = dict.fromkeys(inputs, -1) | {value: at for at, line in enumerate(lines) for value in line.outputs}
     for at, line in enumerate(lines):
         # How far before the line each value is made, and which output it is.
         refs = [(at - made[v], lines[made[v]].outputs.index(v) if made[v] >= 0 else 0) for v in line.inputs]
-        tokens.append(numbers.setdefault((_key([line]), tuple(refs)), len(numbers)))
+        tokens.append(numbers.setdefault((kinds[at], tuple(refs)), len(numbers)))
     periods = range(1, min(_LONGEST_BODY, len(lines) // 2) + 1)
     counts = [_counts(tokens, cuts, period) for period in periods]
 
     # The best loop from here, unless the one from the next line saves more.
     items: list[Line | Block] = []
-    at, now = 0, _best_loop(lines, 0, counts)
+    at, now = 0, _best_loop(lines, kinds, 0, counts)
     while at < len(lines):
-        (saved, best), later = now, _best_loop(lines, at + 1, counts)
+        (saved, best), later = now, _best_loop(lines, kinds, at + 1, counts)
         if best is not None and saved >= later[0]:
             items.append(best)
             at += best.count * len(best.lines)
-            now = _best_loop(lines, at, counts)
+            now = _best_loop(lines, kinds, at, counts)
         else:
             items.append(lines[at])
             at, now = at + 1, later
@@ -284,7 +364,9 @@ def _counts(tokens: Sequence[int], cuts: Container[int], period: int) -> Sequenc
     return counts
 
 
-def _best_loop(lines: list[Line], at: int, counts: Sequence[Sequence[int]]) -> tuple[tuple[int, int], Block | None]:
+def _best_loop(
+    lines: list[Line], kinds: Sequence[int], at: int, counts: Sequence[Sequence[int]]
+) -> tuple[tuple[int, int], Block | None]:
     """The best loop that begins at a line, with the lines that it saves and, negative, its number of targets."""
     saved: tuple[int, int] = (1, 0)
     best = None
@@ -293,8 +375,7 @@ def _best_loop(lines: list[Line], at: int, counts: Sequence[Sequence[int]]) -> t
         if (count - 1) * period <= saved[0]:
             continue
         # A longer window takes a run of equal lines whole, with none of it before or behind.
-        ends = [_key([line]) for line in (lines[at], lines[at + period - 1], *lines[at + period * count :][:1])]
-        if period > 1 and ends[1] in (ends[0], *ends[2:]):
+        if period > 1 and kinds[at + period - 1] in (kinds[at], *kinds[at + period * count :][:1]):
             continue
         loop = _longest_loop(lines, at, period, count)
         if loop is not None and (loop.count - 1) * period > saved[0]:
@@ -306,7 +387,8 @@ def _longest_loop(lines: list[Line], at: int, period: int, count: int) -> Block 
     """The loop over the most windows, of `count`, that has not too many targets. None: two windows have too many."""
     best, size, above = None, 2, count + 1
     while best is None or size > best.count:
-        loop = _block("", [lines[i : i + period] for i in range(at, at + size * period, period)], _MOST_TARGETS)
+        windows = [lines[i : i + period] for i in range(at, at + size * period, period)]
+        loop = _block("", windows, most=_MOST_TARGETS)
         if len(loop.variables) <= _MOST_TARGETS:
             best = loop
         elif best is None:
@@ -328,21 +410,25 @@ class _Variables:
     def text(self, slots: Sequence[Slot]) -> str:
         """The text of a slot that has these values in turn."""
         first, values = slots[0], tuple(slot.value for slot in slots)
+        if first.kind == "shape":  # arguments behind others
+            own = self._value(dataclasses.replace(first, kind="value"), values)
+            return "".join(f", {size}" for size in first.value) if len({*values}) == 1 else f", *{own}"
         text = self._name(first, values) if first.kind == "name" else self._value(first, values)
         if first.default is POSITION:
             return text
-        usual = _text(first.default)
-        return "" if all(_text(value) == usual for value in values) else f", {first.key}={text}"
+        usual = text_of(first.default)
+        return "" if all(text_of(value) == usual for value in values) else f", {first.key}={text}"
 
     def _value(self, slot: Slot, values: tuple[Any, ...]) -> str:
-        if len(set(map(_text, values))) == 1:
-            return _text(values[0])
+        if len(set(map(text_of, values))) == 1:
+            return text_of(values[0])
         pattern, unit = _pattern(slot, values)
         alike = self._alike.setdefault(pattern, [])
         for variable, other in alike:
             if (text := _related(variable, unit, other)) is not None:
                 return text
         word = slot.key if slot.kind != "index" or slot.key in ("stage", "unit", "block", "key") else "n"
+        word += "_" * (word in _NAMES)  # which are those of values
         variable = Variable(free_name(word, self._taken), slot, values)
         self.collected.append(variable)
         alike.append((variable, unit))
@@ -393,7 +479,7 @@ def _pattern(slot: Slot, values: tuple[Any, ...]) -> tuple[Any, int]:
     if slot.kind == "size":
         unit = math.gcd(*values)
         return ("size", tuple(value // unit for value in values)), unit
-    return (slot.kind, slot.key if slot.kind == "value" else "", tuple(map(_text, values))), 0
+    return (slot.kind, slot.key if slot.kind == "value" else "", tuple(map(text_of, values))), 0
 
 
 def _related(variable: Variable, unit: int, other: int) -> str | None:
@@ -406,28 +492,20 @@ def _related(variable: Variable, unit: int, other: int) -> str | None:
     return f"{variable.name} {'*' if unit > other else '//'} {more // less}" if more % less == 0 else None
 
 
-def _text(value: object) -> str:
-    """The value as Python."""
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_text, value))}{',' * (len(value) == 1)})"
-    if isinstance(value, float):
-        return number_text(value)
-    return f'"{value}"' if isinstance(value, str) and _SAFE.fullmatch(value) else repr(value)
-
-
-def number_text(value: object) -> str:
-    """A number as Python, where infinity has no name of its own."""
-    text = repr(value)
-    return text.replace("inf", "math.inf").replace("nan", "math.nan") if isinstance(value, float) else text
-
-
-def _name_of(lines: Sequence[Line]) -> str:
-    sums = [line for line in lines if " + " in line.form]
+def _name_of(lines: Sequence[Line], inputs: Sequence[Value], outputs: Sequence[Value]) -> str:
+    forms = " ".join(line.form for line in lines)
+    sums = [line for line in lines if " + " in line.form and len(line.inputs) == 2]
     joined = [line for line in lines if line.form.startswith("jnp.concatenate")]
-    if sums:
-        return "residual" if lines[0].inputs[0] in sums[-1].inputs else "downsample"
-    if joined:
-        return "dense_layer" if lines[0].inputs[0] in joined[-1].inputs else "branches"
+    if "softmax" in forms and re.search("dot|gemm", forms):
+        return "attention"
+    if len(outputs) > 1 and "sigmoid" in forms and "tanh" in forms:
+        return "cell"
+    if sums and len(inputs) == 1 and inputs[0] in sums[-1].inputs:
+        return "residual"
+    if sums and len(inputs) == 1 and "conv" in forms:
+        return "downsample"
+    if joined and len(inputs) == 1:
+        return "dense_layer" if inputs[0] in joined[-1].inputs else "branches"
     names = [line.form.partition("(")[0].rpartition(".")[2] for line in lines]
     name = "_".join(_SHORT.get(name, name) for name in names)
     return name if len(name) < _LONGEST_NAME and name.isidentifier() else "block"
@@ -436,15 +514,17 @@ def _name_of(lines: Sequence[Line]) -> str:
 def functions_of(
     functions: Sequence[Block], items: Sequence[Line | Block], names: Mapping[Value, str], heads: Sequence[Value]
 ) -> list[str]:
-    """The texts of the functions of a module, and of the network."""
+    """The texts of the functions of a module, and of the network. Long statements are not wrapped yet."""
     texts: list[str] = []
     for function in functions:
+        count = f": {function.count} times in the network."
         layers = ", ".join(dict.fromkeys(line.layer for line in function.lines))
-        docstring = f'"""{layers}: {function.count} times in the network."""'
-        body = _written(function.lines, {function.inputs[0]: "x"}, function.outputs)
-        parameters = ", ".join(["net", "x", *_parameters(function)])
-        texts.append("\n".join([f"def {function.name}({parameters}):", *_indented([docstring, *body])]))
-    body = _written(items, names, heads)
+        layers = textwrap.shorten(layers, WIDTH - len(f'    """{count}"""'), placeholder=" ...")
+        names_of_inputs = dict(zip(function.inputs, _NAMES, strict=False))
+        body = _written(function.lines, names_of_inputs, function.outputs, WIDTH - 4)
+        parameters = ", ".join(["net", *names_of_inputs.values(), *_parameters(function)])
+        texts.append("\n".join([f"def {function.name}({parameters}):", *_indented([f'"""{layers}{count}"""', *body])]))
+    body = _written(items, names, heads, WIDTH - 4)
     return [*texts, "\n".join([f"def network({', '.join(['net', *names.values()])}):", *_indented(body)])]
 
 
@@ -452,44 +532,42 @@ def _parameters(function: Block) -> list[str]:
     """The parameters of a function after `net` and `x`, in the order in which `_replaced` gives them."""
     defaults = {variable.name: variable.slot.default for variable in function.variables}
     plain = [name for kind in (POSITION, KEYWORD) for name, default in defaults.items() if default is kind]
-    return [*plain, *(f"{name}={_text(default)}" for name, default in defaults.items() if name not in plain)]
+    return [*plain, *(f"{name}={text_of(default)}" for name, default in defaults.items() if name not in plain)]
 
 
 class _Locals:
     """Names for values: the first one of x, y, z, u, ... that is not in use."""
 
     def __init__(self, names: Iterable[str]):
-        self._taken = {*names}
-        self._next = 0
-        self._free: list[int] = []  # a heap of numbers below the next one
+        self._values = collections.Counter(names)  # how many values have a name
+        self._unused = enumerate(itertools.chain(_NAMES, map("x{}".format, itertools.count())))
+        self._places: dict[str, int] = {}
+        self._dropped: list[tuple[int, str]] = []  # a heap
 
-    def take(self) -> str:
+    def take(self, values: int = 1) -> str:
         while True:
-            if self._free:
-                number = heapq.heappop(self._free)
-            else:
-                number, self._next = self._next, self._next + 1
-            name = _NAMES[number] if number < len(_NAMES) else f"x{number - len(_NAMES)}"
-            if name not in self._taken:
-                self._taken.add(name)
+            place, name = heapq.heappop(self._dropped) if self._dropped else next(self._unused)
+            self._places[name] = place
+            if name not in self._values:
+                self._values[name] = values
                 return name
 
     def drop(self, name: str) -> None:
-        self._taken.remove(name)
-        if name in _NAMES:
-            number = _NAMES.index(name)
-        elif re.fullmatch("x(0|[1-9][0-9]{0,8})", name):
-            number = len(_NAMES) + int(name[1:])
-        else:
-            return  # of an input
-        if number < self._next:
-            heapq.heappush(self._free, number)
+        self._values[name] -= 1
+        if not self._values[name]:
+            del self._values[name]
+            if name in self._places:  # else it is the name of an input, or comes later
+                heapq.heappush(self._dropped, (self._places[name], name))
 
 
 def _written(
-    lines: Sequence[Line | Block], names: Mapping[Value, str], heads: Sequence[Value], returns: bool = True
+    lines: Sequence[Line | Block],
+    names: Mapping[Value, str],
+    heads: Sequence[Value],
+    width: int,
+    returns: bool = True,
 ) -> list[str]:
-    """Lines of Python. `names` are those of the values that are there before."""
+    """Lines of Python. `names` are those of the values that are there before, `width` that of the lines."""
     last, name_of, code, at = _last_uses(lines, heads), dict(names), list[str](), 0
     local_names = _Locals(names.values())
     while at < len(lines):
@@ -497,9 +575,8 @@ def _written(
         at += 1
         if isinstance(line, Block):  # where a single value is alive
             code += [] if name_of[line.inputs[0]] == "x" else [f"x = {name_of[line.inputs[0]]}"]
-            *first, last_line = _head(line)
-            body = _written(line.lines, {line.inputs[0]: "x"}, line.outputs, returns=False)
-            code += [*first, f"{last_line}:", *_indented(body)]
+            body = _written(line.lines, {line.inputs[0]: "x"}, line.outputs, width - 4, returns=False)
+            code += [f"{_head(line)}:", *_indented(body)]
             name_of[line.last[0]] = "x"
             local_names = _Locals(["x"])
             continue
@@ -508,57 +585,36 @@ def _written(
         outputs = line.outputs
         while at < len(lines) and isinstance(after := lines[at], Line) and _is_wrapper(after):
             around = after.form.format(v=[expression], s=after.texts)
-            if after.inputs != outputs or last[outputs[0]] != at or len(around) > _WIDTH:
+            if after.inputs != outputs or last[outputs[0]] != at or len(f"return {around}") > width:
                 break
             expression, outputs, at = around, after.outputs, at + 1
         if returns and at == len(lines) and tuple(heads) == outputs:
-            return [*code, *_wrapped("return ", expression)]
+            return [*code, f"return {expression}"]
         # The names of values that nothing reads any more are free for what comes.
         for value in dict.fromkeys(value for each in lines[begin:at] for value in each.inputs):
             if value in name_of and last[value] < at:
-                local_names.drop(name_of[value])
-        for output in outputs:
-            name_of[output] = local_names.take() if output in last else "_"
-        code += _wrapped(f"{', '.join(name_of[o] for o in outputs)} = ", expression)
-    return [*code, f"return {', '.join(name_of[head] for head in heads)}"] if returns else code
+                local_names.drop(name_of[value].partition("[")[0])
+        if len(outputs) > _MOST_NAMED:
+            target = local_names.take(sum(output in last for output in outputs))
+            name_of |= {output: f"{target}[{place}]" for place, output in enumerate(outputs)}
+        else:
+            name_of |= {output: local_names.take() if output in last else "_" for output in outputs}
+            target = ", ".join(name_of[output] for output in outputs)
+        code.append(f"{target} = {expression}")
+    if not returns:
+        return code
+    given = ", ".join(name_of[head] for head in heads)
+    return [*code, f"return ({given})" if len(f"return {given}") > width else f"return {given}"]
 
 
-def _wrapped(start: str, expression: str) -> list[str]:
-    """A line, or several of a long call."""
-    if len(start + expression) <= _WIDTH:
-        return [start + expression]
-    depth, opened, closed, commas = 0, 0, 0, list[int]()  # the first bracket, its end, the commas in it
-    for token in tokenize.generate_tokens(iter([expression]).__next__):
-        depth -= token.string in (")", "]", "}") and token.type == tokenize.OP
-        if token.type == tokenize.OP and not closed:
-            if depth == 0 and token.string == "(" and not opened:
-                opened = token.end[1]
-            elif depth == 0 and token.string == ")" and opened:
-                closed = token.start[1]
-            elif depth == 1 and token.string == "," and opened:
-                commas.append(token.start[1])
-        depth += token.string in ("(", "[", "{") and token.type == tokenize.OP
-    if closed != len(expression) - 1:  # not one call
-        return [f"{start}(", *_indented([expression]), ")"]
-    places = [opened, *(at + 1 for at in commas), closed]
-    arguments = [expression[a:b].strip().removesuffix(",") for a, b in itertools.pairwise(places)]
-    if len(expression[opened:closed]) <= _WIDTH:
-        return [f"{start}{expression[:opened]}", *_indented([", ".join(arguments)]), ")"]
-    return [f"{start}{expression[:opened]}", *_indented([f"{each}," for each in arguments if each]), ")"]
-
-
-def _head(loop: Block) -> list[str]:
+def _head(loop: Block) -> str:
     """The beginning of a loop, without a colon."""
-    rows = list(zip(*(variable.values for variable in loop.variables), strict=True))
+    if not loop.variables:
+        return f"for _ in range({loop.count})"
     targets = ", ".join(variable.name for variable in loop.variables)
-    if not rows:
-        return [f"for _ in range({loop.count})"]
     if len(loop.variables) == 1:
-        return [f"for {targets} in {_series([row[0] for row in rows])}"]
-    line = f"for {targets} in ({', '.join(map(_text, rows))})"
-    return (
-        [line] if len(line) < _WIDTH else [f"for {targets} in (", *_indented([f"{_text(row)}," for row in rows]), ")"]
-    )
+        return f"for {targets} in {_series(list(loop.variables[0].values))}"
+    return f"for {targets} in {text_of(tuple(zip(*(variable.values for variable in loop.variables), strict=True)))}"
 
 
 def _indented(lines: Iterable[str]) -> list[str]:
@@ -570,4 +626,4 @@ def _series(values: list[Any]) -> str:
         step = values[1] - values[0]
         if step > 0 and values == list(range(values[0], values[-1] + 1, step)):
             return f"range({values[0]}, {values[-1] + 1}{f', {step}' if step > 1 else ''})"
-    return _text(tuple(values))
+    return text_of(tuple(values))

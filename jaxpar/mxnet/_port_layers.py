@@ -1,6 +1,7 @@
 """What modules by `mxnet.port` begin with: it copies what they use of this file, as it stands.
 
 Layers take attributes by MXNet's names. A node with attributes that its layer lacks is written as a rare operator.
+The lines are of at most 88 characters, as in the modules.
 """
 
 # pyright: basic
@@ -16,10 +17,10 @@ from ..checkpoint import load_mxnet as load_params
 
 
 class Net(NamedTuple):
-    """What layers share. `array(name, *shape)` gives an array, `new` has running statistics."""
+    """What layers share. `array(name, *shape)` gives an array."""
 
     array: Any
-    new: dict[str, Any]
+    new: dict[str, Any]  # running statistics
     train: bool
     rng: Any
 
@@ -74,7 +75,8 @@ def batch_norm(
 ):
     """Normalizes channels, in training by the batch and else by running statistics."""
     kinds = ("gamma", "beta", f"{by}_mean", f"{by}_var")
-    gamma, beta, mean, var = (net.array(f"{name}_{kind}", x.shape[axis]) for kind in kinds)
+    arrays = (net.array(f"{name}_{kind}", x.shape[axis]) for kind in kinds)
+    gamma, beta, mean, var = arrays
     axes = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
     y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     if net.train and not use_global_stats:
@@ -89,8 +91,9 @@ def batch_norm(
 
 def pool(x, start, function, kernel, stride, pad):
     kernel, stride, pad = per_axis(x, kernel, stride, pad)
+    windows, strides = (1, 1, *kernel), (1, 1, *stride)
     padding = [(0, 0), (0, 0), *((n, n) for n in pad)]
-    return lax.reduce_window(x, start, function, (1, 1, *kernel), (1, 1, *stride), padding)
+    return lax.reduce_window(x, start, function, windows, strides, padding)
 
 
 def max_pool(x, *, kernel, stride=1, pad=0):
@@ -99,6 +102,11 @@ def max_pool(x, *, kernel, stride=1, pad=0):
 
 def avg_pool(x, *, kernel, stride=1, pad=0):
     return pool(x, 0.0, lax.add, kernel, stride, pad) / math.prod(*per_axis(x, kernel))
+
+
+def softmax_output(x):
+    """The softmax over all that belongs to an example."""
+    return jax.nn.softmax(x.reshape(x.shape[0], -1)).reshape(x.shape)
 
 
 def dropout(net, x, key, *, p=0.5):

@@ -133,6 +133,7 @@ HARMLESS = {
     "_core.arrays": {"sys"},  # sys.modules
     "kv._params": {"sys"},  # sys.modules
     "train._step.modules": {"sys"},  # sys.modules
+    "mxnet._port": {"sys"},  # the names of Python's own modules
     "kv._push": {"sys"},  # the frames between a warning and the user
 }
 

@@ -146,3 +146,38 @@ def language_model(steps, layers=2, hidden=8, words=11):
     label = net.add("Reshape", "label", turned, shape=(-1,))
     net.add("SoftmaxOutput", "softmax", scores, label)
     return net.nodes
+
+
+def transformer(layers, units=8, heads=2):
+    """Layers of attention, each of which reads the mask too."""
+    net = Symbol()
+    at = net.add("Embedding", "embed", "data", "embed_weight", input_dim=11, output_dim=units)
+    mask = net.add("expand_dims", "mask_of_heads", "mask", axis=1)
+    for layer in range(layers):
+
+        def dense(value, name, size=units, own=f"layer{layer}"):
+            arrays = [f"{own}_{name}_{end}" for end in ("weight", "bias")]
+            return net.add("FullyConnected", f"{own}_{name}", value, *arrays, num_hidden=size, flatten=False)
+
+        def to_heads(value, name, own=f"layer{layer}"):
+            split = net.add("Reshape", f"{own}_{name}_split", dense(value, name), shape=(0, 0, heads, -1))
+            return net.add("transpose", f"{own}_{name}_heads", split, axes=(0, 2, 1, 3))
+
+        def normalized(value, name, own=f"layer{layer}"):
+            arrays = [f"{own}_{name}_{end}" for end in ("gamma", "beta")]
+            return net.add("LayerNorm", f"{own}_{name}", value, *arrays)
+
+        own = f"layer{layer}"
+        query, key, value = (to_heads(at, name) for name in ("query", "key", "value"))
+        scaled = net.add("_mul_scalar", f"{own}_scaled", query, scalar=(units // heads) ** -0.5)
+        scores = net.add("linalg_gemm2", f"{own}_scores", scaled, key, transpose_b=True)
+        masked = net.add("broadcast_add", f"{own}_masked", scores, mask)
+        weights = net.add("Dropout", f"{own}_drop", net.add("softmax", f"{own}_softmax", masked), p=0.1)
+        context = net.add(
+            "transpose", f"{own}_back", net.add("linalg_gemm2", f"{own}_context", weights, value), axes=(0, 2, 1, 3)
+        )
+        joined = net.add("Reshape", f"{own}_joined", context, shape=(0, 0, -1))
+        at = normalized(net.add("elemwise_add", f"{own}_sum", dense(joined, "out"), at), "norm1")
+        inner = net.add("LeakyReLU", f"{own}_gelu", dense(at, "ffn1", 4 * units), act_type="gelu")
+        at = normalized(net.add("elemwise_add", f"{own}_sum2", dense(inner, "ffn2"), at), "norm2")
+    return net.nodes

@@ -5,7 +5,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from symbols import language_model, node, symbol_of
+from symbols import language_model, node, symbol_of, transformer
 
 from jaxpar import mxnet
 
@@ -89,6 +89,7 @@ def inputs(count):
 
 NETWORKS = {"equal": equal, "mixed": mixed, "dense": dense, "twins": twins, "alive": alive, "inputs": inputs}
 NETWORKS["unrolled"] = lambda count: language_model(count // 20)
+NETWORKS["transformer"] = lambda count: transformer(count // 40)
 
 
 @pytest.mark.sampled(1)
@@ -99,6 +100,7 @@ def test_port_and_load_symbol(name, tmp_path):
         path = symbol_of(tmp_path, *NETWORKS[name](count))
         shapes = {n: (4, 20 * count) for n in mxnet.load_symbol(path).inputs if n == "data"}
         shapes = {"data": (2, count // 20)} if name == "unrolled" else shapes
+        shapes = {"data": (2, 5), "mask": (2, 5, 5)} if name == "transformer" else shapes
         found.append(
             (calls(lambda p=path: mxnet.load_symbol(p)), calls(lambda p=path, s=shapes: mxnet.port(p, shapes=s)))
         )

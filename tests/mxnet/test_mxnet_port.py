@@ -1,8 +1,12 @@
 """`mxnet.port` and `jaxpar port`: modules in plain JAX that give what the symbols give."""
 
 import functools
+import importlib
 import inspect
+import operator
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -11,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from random_symbols import NAMES, SHAPE, random_symbol
-from symbols import CASES, MORE, Symbol, node, parts_of, save, symbol_of, write
+from symbols import CASES, MORE, Symbol, language_model, node, parts_of, save, symbol_of, transformer, write
 from world import mostly_slow
 
 from jaxpar import checkpoint, mxnet, viz
@@ -119,6 +123,32 @@ def test_the_tables_of_layers_in_the_guide(name, size, wrong, tmp_path):
     assert graph.layers[-1].shape == (1, 10) or name == "lenet 1"
 
 
+def check_with_ruff(folder, *rules):
+    """The modules of a folder are as ruff writes them, in its own settings."""
+    pytest.importorskip("ruff")
+    for words in (["format", "--diff"], ["check", "--select", ",".join(rules)])[: 1 + bool(rules)]:
+        command = [sys.executable, "-m", "ruff", words[0], "--isolated", "--no-cache", *words[1:], str(folder)]
+        ran = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stdout[:4000] + ran.stderr
+
+
+@pytest.mark.parametrize("part", mostly_slow([*range(8), "zoo"], 0))
+def test_modules_are_written_as_ruff_writes_them(part, tmp_path):
+    small = [name for name in CASES if not name.startswith("zoo")]
+    names = [name for name in CASES if name not in small] if part == "zoo" else small[part::8]
+    (tmp_path / "modules").mkdir()
+    for number, name in enumerate(names):
+        symbol, shapes = write(tmp_path, name), {n: tuple(CASES[name]["arrays"][n][0]) for n in CASES[name]["inputs"]}
+        model, file = mxnet.load_symbol(symbol), None
+        if part != "zoo":  # rare operators need the shapes of their arrays
+            arrays, state, inputs = parts_of(name, model.inputs)
+            file, shapes = tmp_path / "w.params", {n: a.shape for n, a in inputs.items()}
+            model.save_params(file, arrays, state)
+        text = mxnet.port(symbol, file, shapes=shapes, nnx=number % 2 == 1)
+        (tmp_path / "modules" / f"{name.replace('/', '_')}.py").write_text(text)
+    check_with_ruff(tmp_path / "modules", "I", "F", "E")
+
+
 # Symbols of one's own
 
 
@@ -150,9 +180,37 @@ def test_what_repeats_is_written_so(tmp_path):
     assert " for " not in text.partition("def network(")[2].partition("def apply(")[0]
 
 
+def test_attributes_whose_names_are_those_of_values(tmp_path):
+    """A crop has the attributes x and y, and differs in them from the next."""
+    crops = [("_image_crop", {"x": i, "y": 2 - i, "width": 9 - 2 * i, "height": 7 - 2 * i}) for i in range(3)]
+    nodes = [node for crop in crops for node in (crop, ("_image_flip_left_right", {}))]
+    path, data = symbol_of(tmp_path, *chain_of(*nodes)), np.float32(np.random.RandomState(0).randn(9, 11, 2))
+    text = mxnet.port(path)
+    assert "(net, x, x_, y_, width, height):" in text
+    check(path, text, {}, {}, {"data": data}, jit=lambda fn: fn)
+
+
 def test_the_dense_layer_of_a_module_flattens():
     net = _port_layers.Net(lambda name, *shape: jnp.ones(shape), {}, False, None)
     assert _port_layers.dense(net, jnp.ones((2, 3, 4)), "fc", 5, no_bias=True).tolist() == [[12] * 5] * 2
+
+
+@pytest.mark.parametrize("name", ["cells", "attention"])
+def test_lines_that_share_several_values_are_functions(name, tmp_path):
+    """A cell gives its output and its memory; a layer of a transformer reads the mask too."""
+    if name == "cells":
+        nodes, shapes = language_model(5), {"data": (2, 5)}
+        call, calls = r"\w, \w = cell\(net, \w, \w, \w, [01]\)", 10
+    else:
+        nodes, shapes = transformer(3), {"data": (2, 5), "mask": (2, 5, 5)}
+        call, calls = r"(x =|return) attention\(net, x, y, \d, \d+\)", 3
+    symbol = symbol_of(tmp_path, *nodes)
+    text = mxnet.port(symbol, shapes=shapes)
+    assert len(re.findall(call, text.partition("def network(")[2])) == calls
+    assert len(text.partition("def network(")[2].partition("def apply(")[0].splitlines()) < 25
+    params, state = run(text)["init"](jax.random.key(0))
+    random = np.random.RandomState(0)
+    check(symbol, text, params, state, {n: np.float32(random.randint(0, 9, shape)) for n, shape in shapes.items()})
 
 
 def mlp(names=("fc1", "fc2", "fc3", "out"), data="data"):
@@ -204,7 +262,7 @@ def activated(name):
     return net.nodes
 
 
-FITS = "d" * (88 - len('jax.nn.relu(dense(net, x, "", 6))'))  # with this name the activated layer has 88 characters
+FITS = "d" * (88 - len('    return jax.nn.relu(dense(net, x, "", 6))'))  # with this name the line has 88 characters
 WRITTEN = {
     "a loop": (
         mlp(),
@@ -219,7 +277,7 @@ def network(net, data):
     x = data
     for name, key in (("fc1", 5), ("fc2", 10), ("fc3", 15), ("out", 20)):
         x = dense_relu_dropout(net, x, name, key)
-    return jax.nn.softmax(x.reshape(x.shape[0], -1)).reshape(x.shape)""",
+    return softmax_output(x)""",
     ),
     "densely connected layers": (
         normalized(["c1", "c2"]),
@@ -227,7 +285,8 @@ def network(net, data):
 def dense_layer(net, x, n):
     \"""Convolution, BatchNorm, Activation, Concat: 2 times in the network.\"""
     y = convolution(net, x, f"c{n}", 4, kernel=3, pad=1, no_bias=True)
-    y = jax.nn.relu(batch_norm(net, y, f"c{n}_bn", eps=0.001, fix_gamma=True, by="moving"))
+    y = batch_norm(net, y, f"c{n}_bn", eps=0.001, fix_gamma=True, by="moving")
+    y = jax.nn.relu(y)
     return jnp.concatenate([x, y], axis=1)
 
 
@@ -236,16 +295,16 @@ def network(net, data):
     return dense_layer(net, x, 2)""",
     ),
     "a call that is too long for a line, and for two": (
-        normalized(["long " * 8]),
+        normalized(["long " * 6]),
         f"""\
 def network(net, data):
     x = convolution(
-        net, data, "{"long " * 8}", 4, kernel=3, pad=1, no_bias=True
+        net, data, "{"long " * 6}", 4, kernel=3, pad=1, no_bias=True
     )
     x = batch_norm(
         net,
         x,
-        "{"long " * 8}_bn",
+        "{"long " * 6}_bn",
         eps=0.001,
         fix_gamma=True,
         by="moving",
@@ -255,7 +314,7 @@ def network(net, data):
     ),
     "88 characters": (
         activated(FITS),
-        f'def network(net, x):\n    return jax.nn.relu(\n        dense(net, x, "{FITS}", 6)\n    )',
+        f'def network(net, x):\n    return jax.nn.relu(dense(net, x, "{FITS}", 6))',
     ),
     "89 characters": (
         activated(f"{FITS}d"),
@@ -306,6 +365,13 @@ def test_rare_operators_several_outputs_and_inputs(tmp_path):
     random = np.random.RandomState(0)
     inputs = {"a-b": np.float32(random.randn(2, 4)), "a_b": np.float32(random.randn(2, 2))}
     check(path, text, {"l_gamma": jnp.array([0.5, 1, 2, 3])}, state, inputs)
+
+
+def test_operators_of_labels_alone_are_left_out(tmp_path):
+    nodes = [node("null", "data"), node("null", "label"), node("one_hot", "h", 1, depth=4)]
+    text = mxnet.port(symbol_of(tmp_path, *nodes, node("LinearRegressionOutput", "out", 0, 2)), shapes={"data": (2, 4)})
+    assert "operator" not in text
+    assert "def apply(params, data, *" in text
 
 
 def halved(x, *, by: float = 2.0):
@@ -373,10 +439,30 @@ def test_operators_of_ones_own(tmp_path):
             "uses scale of its own file; define it at the top of a module that can be imported",
         ),
         (lambda x, **more: check(x), "uses check of its own file"),
+        (lambda x, **more: operator.neg(x), "uses operator of its own file"),  # the module means jaxpar's by it
         (type("Own", (), {"__call__": lambda self, x, **more: x})(), "has no source that can be copied"),
     ):
         with pytest.raises(ValueError, match=r"operators\['Halved'\].*" + words):
             mxnet.port(path, operators=own | {"Halved": fn})
+
+
+def test_a_name_that_functions_of_ones_own_mean_two_modules_by_is_refused(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, module in (("first_own", "numpy"), ("second_own", "jax.numpy"), ("third_own", "jax.numpy")):
+        lines = [
+            f"import {module} as np",
+            "from flax import nnx",
+            "def make():",
+            "    return lambda x: nnx.relu(np.sin(x))",
+        ]
+        (tmp_path / f"{name}.py").write_text("\n".join(lines))
+    makes = [importlib.import_module(name).make for name in ("first_own", "second_own", "third_own")]
+    path = symbol_of(tmp_path, node("null", "x"), node("A", "a", 0), node("B", "b", 1))
+    with pytest.raises(ValueError, match="mean several modules by np"):
+        mxnet.port(path, operators={"A": makes[0](), "B": makes[1]()})
+    x = np.float32([[0.5, -2]])
+    found = run(mxnet.port(path, operators={"A": makes[1](), "B": makes[2]()}))["apply"]({}, x)
+    np.testing.assert_allclose(found, np.sin(np.maximum(np.sin(x), 0)), rtol=1e-6)
 
 
 # Any names, any numbers
@@ -584,6 +670,7 @@ def test_the_command_with_an_operator_of_ones_own(tmp_path, monkeypatch, capsys)
     assert "--operator NAME=MODULE:FUNCTION" in capsys.readouterr().err
     assert main([*words, "--operator", "Twice=my_ops:twice"]) == 0
     assert "from my_ops import twice as mx_twice" in (tmp_path / "odd_net.py").read_text()
+    check_with_ruff(tmp_path, "F", "E")  # which module is one's own is a matter of the folder
     run((tmp_path / "test_odd_net.py").read_text())["test_the_module_gives_what_the_symbol_gives"](False)
     for wrong, line in (
         ("Twice", "expected NAME=MODULE:FUNCTION"),
