@@ -20,7 +20,8 @@ from jax.typing import DTypeLike
 from ... import kv
 from ..._core import checks
 from ..._core.arguments import no_such_arguments, renamed_arguments
-from ..._core.arrays import Device, PyTree, Recent, tree_nbytes
+from ..._core.arrays import Device, PyTree, tree_nbytes
+from ..._core.recent import Recent
 from ..._core.text import Table
 from ..._core.transfers import allows_transfers
 from ..._core.updater import Updater
