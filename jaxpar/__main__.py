@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jaxpar
 
 from . import _launch
-from ._core.text import HelpFormatter, parse
+from ._core.options import HelpFormatter, parse
 
 _MODULES = {  # of `_cli`, by the command that they add. `launch` needs no JAX.
     **dict.fromkeys(("launch", "--version"), ()),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import dataclasses
 import os
 import queue
 import sched
@@ -24,8 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from subprocess import DEVNULL, PIPE
 from typing import IO
 
+from ._core.options import add_options, number, option, positional, read
 from ._core.process import Signals, daemon
-from ._core.text import number
 from ._heartbeat.server import (
     ELASTIC_TIMEOUT,
     HEARTBEAT_TIMEOUT,
@@ -64,6 +65,55 @@ _MOST_IN_TIME, _TIME = 50, 600.0  # deaths within so many seconds, though it wor
 _LONGEST = 1 << 16  # bytes of a line without an end that are held back, such as a bar that is drawn again and again
 
 
+def _port(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"must be a port from 1 to 65535, got {text!r}")
+    return int(text)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not name or not sign:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    return name, value
+
+
+_count, _timeout = number(int, 1), number(float, 2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """What `jaxpar launch` is told."""
+
+    processes: int = option(None, "how many, required", "-n", "--processes", required=True, type=_count, metavar="N")
+    devices: int | None = option(
+        None, "emulated CPU devices of each process, no GPU (default: none)", type=_count, metavar="K"
+    )
+    gpus_per_process: int | None = option(
+        None, "GPUs of each process (default: an even share)", type=_count, metavar="K"
+    )
+    max_restarts: int = option(0, "starts after a failure (default: 0)", type=number(int, 0), metavar="R")
+    min_processes: int | None = option(
+        None, "a restart leaves out the lost one, down to M (default: N)", type=_count, metavar="M"
+    )
+    elastic: bool = option(
+        False, "continue after a loss, and start the lost process again (default: no)", action="store_true"
+    )
+    coordinator_port: int | None = option(
+        None, "where they meet (default: a free one at each start)", type=_port, metavar="P"
+    )
+    env: tuple[tuple[str, str], ...] = option((), "a variable for all (default: none)", type=_pair, metavar="K=V")
+    grace: float = option(30.0, "seconds from SIGTERM to SIGKILL (default: 30)", type=number(float, 0), metavar="S")
+    heartbeat_timeout: float | None = option(
+        None,
+        "seconds without a heartbeat after which a process counts as frozen (default: $JAXPAR_HEARTBEAT_TIMEOUT, or "
+        f"{HEARTBEAT_TIMEOUT:g}, with --elastic {ELASTIC_TIMEOUT:g})",
+        type=_timeout,
+        metavar="S",
+    )
+    command: tuple[str, ...] = positional("after --", nargs=argparse.REMAINDER, action="store")
+
+
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "launch",
@@ -72,54 +122,51 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         usage="jaxpar launch -n N [options] -- python script.py [arguments]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add, count = parser.add_argument, number(int, 1)
-    add("-n", "--processes", type=count, required=True, metavar="N", help="how many, required")
-    either = parser.add_mutually_exclusive_group().add_argument
-    either("--devices", type=count, metavar="K", help="emulated CPU devices of each process, no GPU (default: none)")
-    either("--gpus-per-process", type=count, metavar="K", help="GPUs of each process (default: an even share)")
-    add("--max-restarts", type=number(int, 0), default=0, metavar="R", help="starts after a failure (default: 0)")
-    either = parser.add_mutually_exclusive_group().add_argument
-    either("--min-processes", type=count, metavar="M", help="a restart leaves out the lost one, down to M (default: N)")
-    either(
-        "--elastic", action="store_true", help="continue after a loss, and start the lost process again (default: no)"
-    )
-    add("--coordinator-port", type=_port, metavar="P", help="where they meet (default: a free one at each start)")
-    add("--env", action="append", default=[], type=_pair, metavar="K=V", help="a variable for all (default: none)")
-    seconds = "seconds from SIGTERM to SIGKILL (default: 30)"
-    add("--grace", type=number(float, 0), default=30.0, metavar="S", help=seconds)
-    default = f"$JAXPAR_HEARTBEAT_TIMEOUT, or {HEARTBEAT_TIMEOUT:g}, with --elastic {ELASTIC_TIMEOUT:g}"
-    seconds = f"seconds without a heartbeat after which a process counts as frozen (default: {default})"
-    from_env = os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or None
-    add("--heartbeat-timeout", type=number(float, 2), default=from_env, metavar="S", help=seconds)
-    add("command", nargs=argparse.REMAINDER, help="after --")
-    parser.set_defaults(run=lambda args: run(args, parser), parser=parser)
+    add_options(parser, LaunchOptions)
+    parser.set_defaults(run=lambda args: run(read(args, LaunchOptions), parser), parser=parser)
 
 
-def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    args.command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    if not args.command:
+def run(options: LaunchOptions, parser: argparse.ArgumentParser) -> int:
+    """Launch as the options say. `parser` reports those that do not fit each other or this machine."""
+    for first, second in (("devices", "gpus_per_process"), ("min_processes", "elastic")):
+        if getattr(options, first) and getattr(options, second):
+            names = [f"--{name.replace('_', '-')}" for name in (second, first)]
+            parser.error(f"argument {names[0]}: not allowed with argument {names[1]}")
+    if options.min_processes is not None and options.min_processes > options.processes:
+        parser.error(f"--min-processes {options.min_processes} is more than -n {options.processes}")
+
+    # The command, after the dashes before it.
+    command = options.command[1:] if options.command[:1] == ("--",) else options.command
+    if not command:
         parser.error("no command given; end the line with: -- python script.py")
-    if args.command[0] == "python":
-        args.command[0] = sys.executable
-    if shutil.which(args.command[0]) is None:
-        parser.error(f"cannot find the command {args.command[0]!r}, or it may not be executed")
-    if args.min_processes is not None and args.min_processes > args.processes:
-        parser.error(f"--min-processes {args.min_processes} is more than -n {args.processes}")
-    args.heartbeat_timeout = args.heartbeat_timeout or (ELASTIC_TIMEOUT if args.elastic else HEARTBEAT_TIMEOUT)
-    args.env, args.gpus = dict(args.env), []  # `gpus`: CUDA_VISIBLE_DEVICES of each process; empty leaves it as it is
-    if args.devices is not None:
-        args.env = {"JAX_NUM_CPU_DEVICES": str(args.devices), "JAX_PLATFORMS": "cpu", **args.env}
-        return launch(args)
-    env = {**os.environ, **args.env}
-    platforms = set(filter(None, env.get("JAX_PLATFORMS", "").split(",")))
-    if args.gpus_per_process is not None or not platforms or platforms & {"cuda", "gpu"}:
-        gpus = visible_gpus(env)
+    if command[0] == "python":
+        command = (sys.executable, *command[1:])
+    if shutil.which(command[0]) is None:
+        parser.error(f"cannot find the command {command[0]!r}, or it may not be executed")
+
+    timeout = options.heartbeat_timeout
+    if timeout is None and (text := os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT")):
         try:
-            if gpus or args.gpus_per_process is not None:
-                args.gpus = share_gpus(gpus, args.processes, args.gpus_per_process)
-        except ValueError as error:
-            parser.error(str(error))
-    return launch(args)
+            timeout = _timeout(text)
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"JAXPAR_HEARTBEAT_TIMEOUT {error}")
+    timeout = timeout or (ELASTIC_TIMEOUT if options.elastic else HEARTBEAT_TIMEOUT)
+
+    # The devices: emulated ones, or GPUs, of which each process sees its share.
+    env, gpus = options.env, list[str]()
+    if options.devices is not None:
+        env = (("JAX_NUM_CPU_DEVICES", str(options.devices)), ("JAX_PLATFORMS", "cpu"), *env)
+    else:
+        of_processes = {**os.environ, **dict(env)}
+        platforms = set(filter(None, of_processes.get("JAX_PLATFORMS", "").split(",")))
+        if options.gpus_per_process is not None or not platforms or platforms & {"cuda", "gpu"}:
+            visible = visible_gpus(of_processes)
+            try:
+                if visible or options.gpus_per_process is not None:
+                    gpus = share_gpus(visible, options.processes, options.gpus_per_process)
+            except ValueError as error:
+                parser.error(str(error))
+    return launch(dataclasses.replace(options, command=command, env=env, heartbeat_timeout=timeout), gpus)
 
 
 def visible_gpus(env: Mapping[str, str]) -> list[str]:
@@ -143,42 +190,31 @@ def share_gpus(gpus: Sequence[str], processes: int, each: int | None) -> list[st
     return [",".join(gpus[i * each : (i + 1) * each]) for i in range(processes)]
 
 
-def _port(text: str) -> int:
-    if not text.isdigit() or not 0 < int(text) < 65536:
-        raise argparse.ArgumentTypeError(f"must be a port from 1 to 65535, got {text!r}")
-    return int(text)
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, sign, value = text.partition("=")
-    if not name or not sign:
-        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
-    return name, value
-
-
 # A run.
 
 
-def launch(args: argparse.Namespace) -> int:
+def launch(options: LaunchOptions, gpus: Sequence[str]) -> int:
     """Run the processes until all have ended with 0, or one failed and no restart is left.
+
+    `gpus` has CUDA_VISIBLE_DEVICES of each process. Empty leaves the variable as it is.
 
     Return 0 where all ended with 0, 128 + signal where a signal ended the launcher, else the status of the process that
     failed first: 128 + signal where it was killed, 137 where it was frozen.
     """
     output = Output()
-    slots, restart = list(range(args.processes)), 0
+    slots, restart = list(range(options.processes)), 0
     with Signals(_ENDING) as endings, Signals([signal.SIGTSTP]) as stops:
         while True:
-            run = _Run(args, slots, restart, endings.received, stops.received, output)
+            run = _Run(options, gpus, slots, restart, endings.received, stops.received, output)
             status = run.wait()
-            if status == 0 or endings.received or restart == args.max_restarts:
+            if status == 0 or endings.received or restart == options.max_restarts:
                 break
             restart += 1
-            if args.min_processes is not None and len(slots) > args.min_processes and run.first is not None:
+            if options.min_processes is not None and len(slots) > options.min_processes and run.first is not None:
                 slots = [slot for slot in slots if slot != run.first.slot]
             resume = f", from {run.server.hint}" if run.server.hint else ""
             many = "es" if len(slots) > 1 else ""
-            output.say(f"restart {restart} of {args.max_restarts} with {len(slots)} process{many}{resume}")
+            output.say(f"restart {restart} of {options.max_restarts} with {len(slots)} process{many}{resume}")
     output.finish(_WRITE_TIME if endings.received else None)
     return 128 + endings.received[0] if endings.received else status
 
@@ -211,14 +247,16 @@ class _Run:
 
     def __init__(
         self,
-        args: argparse.Namespace,
+        options: LaunchOptions,
+        gpus: Sequence[str],
         slots: Sequence[int],
         restart: int,
         endings: list[int],  # the signals so far that end all
         stops: list[int],  # that stop them (Ctrl-Z)
         output: Output,
     ):
-        self._args, self.output, self._endings, self._stops = args, output, endings, stops
+        self._options, self._gpus = options, gpus
+        self.output, self._endings, self._stops = output, endings, stops
         self.first: Child | None = None  # the process that failed first
         self._timers = sched.scheduler(time.monotonic)
         self._is_interrupted, self._signals_handled = False, 0
@@ -230,26 +268,26 @@ class _Run:
             job=job,
             size=len(slots),
             secret=secret,
-            heartbeat_timeout=args.heartbeat_timeout,
+            heartbeat_timeout=options.heartbeat_timeout or HEARTBEAT_TIMEOUT,
             launched=True,
-            on_leave=self._kill if args.elastic else None,
+            on_leave=self._kill if options.elastic else None,
             on_work=self._deaths.end_row,
         )
         with socket.create_server(("127.0.0.1", 0)) as free:
-            port = args.coordinator_port or free.getsockname()[1]
+            port = options.coordinator_port or free.getsockname()[1]
         # What the run needs comes after the variables of the user, which would otherwise break it.
         self._shared = {
             **os.environ,
             "PYTHONUNBUFFERED": "1",  # a line is there as soon as it is printed
-            **args.env,
+            **dict(options.env),
             "JAXPAR_COORDINATOR": f"127.0.0.1:{port}",
             "JAXPAR_NUM_PROCESSES": str(len(slots)),
             "JAXPAR_RESTART": str(restart),
-            "JAXPAR_HEARTBEAT_TIMEOUT": f"{args.heartbeat_timeout:g}",
+            "JAXPAR_HEARTBEAT_TIMEOUT": f"{self.server.heartbeat_timeout:g}",
             "JAXPAR_HUB": f"127.0.0.1:{listener.getsockname()[1]}",
             "JAXPAR_JOB": job,
             SECRET: secret.key.decode(),
-            **({"JAXPAR_ELASTIC": "1"} if args.elastic else {}),
+            **({"JAXPAR_ELASTIC": "1"} if options.elastic else {}),
         }
         self.children = [self._start(rank, slot) for rank, slot in enumerate(slots)]
 
@@ -271,9 +309,9 @@ class _Run:
 
     def _start(self, rank: int, slot: int) -> Child:
         env = {**self._shared, "JAXPAR_PROCESS_ID": str(rank)}
-        if self._args.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = self._args.gpus[slot]
-        return Child(rank, slot, self._args.command, env, self.output)
+        if self._gpus:
+            env["CUDA_VISIBLE_DEVICES"] = self._gpus[slot]
+        return Child(rank, slot, self._options.command, env, self.output)
 
     def _turn(self) -> None:
         """Look once at the processes, at their messages and at signals."""
@@ -285,7 +323,7 @@ class _Run:
         if self.server.lost is not None and self.first is None:  # silent, or it reported its own failure
             self._end_others(self.children[self.server.lost["lost"]], self.server.lost["why"], from_server=True)
         for child in failed:
-            if not self._args.elastic or child.rank == 0 or self._is_ending:
+            if not self._options.elastic or child.rank == 0 or self._is_ending:
                 self._end_others(child, describe_status(child.status or 0))
             else:
                 self._go_on_without(child)
@@ -344,7 +382,7 @@ class _Run:
         if number and not self._is_interrupted:
             self._is_interrupted, self._signals_handled = True, number
             self._send_signal(signal.SIGINT if self._endings[0] == signal.SIGINT else signal.SIGTERM)
-            self._timers.enter(self._args.grace, 0, lambda: self._send_signal(signal.SIGKILL))
+            self._timers.enter(self._options.grace, 0, lambda: self._send_signal(signal.SIGKILL))
         elif number > self._signals_handled:
             self._send_signal(signal.SIGKILL)
 
@@ -357,7 +395,7 @@ class _Run:
         # The report. Processes with a heartbeat client end by themselves then. Where one was interrupted the others may
         # have been, too, and get some seconds to end in order; one that waits for it in a collective cannot.
         is_interrupt = self._is_interrupted or failed.status in INTERRUPTED
-        wait = min(INTERRUPT_GRACE, self._args.grace) if is_interrupt else 0.0
+        wait = min(INTERRUPT_GRACE, self._options.grace) if is_interrupt else 0.0
         reported = "the run is being ended" if self._is_interrupted else why
         if wait:
             self.server.report_interrupt(failed.rank, reported, wait)
@@ -376,7 +414,7 @@ class _Run:
                 other.send_signal(signal.SIGTERM)
         wait += _EXIT_TIME if connected else 0.0
         self._timers.enter(wait, 0, lambda: self._is_interrupted or self._send_signal(signal.SIGTERM))
-        self._timers.enter(wait + self._args.grace, 0, lambda: self._send_signal(signal.SIGKILL))
+        self._timers.enter(wait + self._options.grace, 0, lambda: self._send_signal(signal.SIGKILL))
 
     def _send_signal(self, number: int) -> None:
         for child in self.children:

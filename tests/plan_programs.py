@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxpar import kv, models, parallel, train, viz
 from jaxpar.models import transformer
-from jaxpar.train._plan import child
-from jaxpar.train._plan.child import Slice
+from jaxpar.train._plan import compiled as of_plan
+from jaxpar.train._plan.accelerators import Slice
 from jaxpar.train._step.programs import DeviceProgram
 
 LAYERS, WIDTH, SHARE = 4, 1024, 128
@@ -150,7 +150,7 @@ def lowered(name, devices, options):
     if name.startswith("by hand"):
         return by_hand(devices, **options)
     make = {"lenet": lenet, "decoder": decoder}.get(name, mlp)
-    step, state, _, parts = child.construct(make, devices, options)
+    step, state, _, parts = of_plan.construct(make, devices, options)
     mesh = {str(axis): size for axis, size in state.step.sharding.mesh.shape.items()}
     if many := options.get("many"):
         return [step.lower(state, batch_of(devices, many), many=True)], mesh
@@ -161,7 +161,7 @@ def case(name, where, devices, options):
     programs, mesh = lowered(name, devices, options)
     compiled = [program.compile() for program in programs]
     texts = [one.as_text() for one in compiled]
-    last = child._memory(compiled[-1:], [DeviceProgram(None)], where, {"limit_bytes": where.limit(0.75)})
+    last = of_plan._memory(compiled[-1:], [DeviceProgram(None)], where, {"limit_bytes": where.limit(0.75)})
     sends = [one for text in texts for one in viz._sends_of(viz._parse_program(text), mesh, len(devices))]
     return {
         "sends": [(one.kind, list(one.axes), one.sent, one.times) for one in sends],
@@ -181,7 +181,7 @@ def case(name, where, devices, options):
 def model(where, kind, size):
     """Whether a model fits, as `train.plan` says and as the compiler does."""
     options = {"width": size} if kind == "params" else {"share": size}
-    found, _ = child.examine(mlp, where, options, 0.75)
+    found, _ = of_plan.examine(mlp, where, options, 0.75)
     peak, limit = found["peak_bytes"], found["limit_bytes"]
     return {"fits": found["fits"], "peak": peak, "limit": limit, "refused": "donated_bytes" not in found}
 
@@ -190,7 +190,7 @@ def main(on, word=""):
     where = Slice(on, "plan_programs")
     devices = where.devices()
     if on == "v5e:1x1":
-        child._picture = lambda *_: ""
+        of_plan.picture_of = lambda *_: ""  # which is not asked for here
         found = {f"{kind} {size}": model(where, kind, size) for kind, size in MODELS}
     else:
         found = {name: case(name, where, devices, options) for name, options in CASES[on].items() if word in name}

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from .._core import files
-from .._core.text import HelpFormatter, number, plural
-from .options import Options, add_options, option, positional, read
+from .._core.options import HelpFormatter, Options, add_options, number, option, positional, read
+from .._core.text import plural
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -19,10 +19,10 @@ import jax
 
 from .. import checkpoint, compression, kv, models
 from .._core.arrays import Device, PyTree
-from .._core.text import HelpFormatter, did_you_mean, number, plural, say
+from .._core.options import HelpFormatter, add_options, number, option, path, read
+from .._core.text import did_you_mean, plural, say
 from .._devices import processes
 from .._devices.mesh import can_hang
-from .options import add_options, option, path, read
 
 if TYPE_CHECKING:
     import optax

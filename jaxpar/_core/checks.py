@@ -254,9 +254,9 @@ def choice(value: object, caller: str, name: str, options: Iterable[str]) -> str
 
 def at_most_one(caller: str, **options: object) -> None:
     """`ValueError` if more than one of these options is given. One of them would be ignored."""
-    given = [f"{name}=" for name, value in options.items() if value is not None]
-    if len(given) > 1:
-        raise ValueError(f"{caller}: give {' or '.join(given)}, not both")
+    names = [f"{name}=" for name, value in options.items() if value is not None]
+    if len(names) > 1:
+        raise ValueError(f"{caller}: give {' or '.join(names)}, not both")
 
 
 # What belongs to a model.

@@ -21,7 +21,8 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from .. import sparse, updaters
 from .._core import checks
-from .._core.arrays import Device, PyTree, Recent, Shaped, Tree, is_tracing
+from .._core.arrays import Device, PyTree, Shaped, Tree, is_tracing
+from .._core.recent import Recent
 from .._devices import collectives
 from .._devices.mesh import STORE_AXIS
 from .._devices.user_mesh import split_like, unsplit

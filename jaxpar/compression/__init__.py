@@ -17,7 +17,9 @@ The room:
 
     _sums         what a push does: it encodes, exchanges, decodes and adds
     _compressors  what a specification such as `{"type": "2bit", "threshold": 0.5}` makes
-    _base         the base classes, the sum of decoded payloads, codes in words, sums of equal steps as codes
+    _base         the interface of compressors, and the sum of decoded payloads
+    _codes        codes of a few bits in words
+    _grid         sums of equal steps as codes
 """
 
 # pyright: reportUnusedImport=false

@@ -18,8 +18,10 @@ from jax.typing import DTypeLike
 
 from .._core import checks
 from .._core.arrays import PyTree
-from . import _base
-from ._base import Compressor, ElementCompressor, Grid, LinearCompressor, Payload, Shape, State
+from . import _base, _codes
+from ._base import Compressor, ElementCompressor, LinearCompressor, Payload, State
+from ._codes import Shape
+from ._grid import Grid
 
 _INT8_BLOCK = 1024  # elements that share a scale: fewer cost bytes, more lose precision beside an outlier
 
@@ -167,7 +169,7 @@ class Int8(_Rounded):
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         shape, size = state["residual"].shape, state["residual"].size
-        wanted = _base.pad(_base.with_residual(value, state), _INT8_BLOCK).reshape(-1, _INT8_BLOCK)  # (blocks, 1024)
+        wanted = _codes.pad(_base.with_residual(value, state), _INT8_BLOCK).reshape(-1, _INT8_BLOCK)  # (blocks, 1024)
         scales = jnp.abs(wanted).max(-1) / 127  # (blocks,)
         # Subnormal scales may be flushed to 0 in the quotient. Such a block stays in the residual.
         scales = jnp.where(scales < np.finfo(np.float32).tiny, np.float32(0), scales)
@@ -181,21 +183,21 @@ class Int8(_Rounded):
         return payload, _advance({**state, "residual": residual.reshape(-1)[:size].reshape(shape)})
 
     def decode(self, payload: Payload, shape: Shape, dtype: DTypeLike) -> jax.Array:
-        codes = _base.pad(payload["codes"], _INT8_BLOCK).reshape(-1, _INT8_BLOCK).astype(jnp.float32)
+        codes = _codes.pad(payload["codes"], _INT8_BLOCK).reshape(-1, _INT8_BLOCK).astype(jnp.float32)
         values = codes * payload["scales"][:, None]
         return values.reshape(-1)[: math.prod(shape)].reshape(shape).astype(dtype)
 
     def wire_bytes(self, shape: Shape, dtype: DTypeLike) -> int:
-        return math.prod(shape) + 4 * _base.words(shape, _INT8_BLOCK)
+        return math.prod(shape) + 4 * _codes.words(shape, _INT8_BLOCK)
 
     def cut(self, payload: Payload, shape: Shape, count: int) -> Payload:
         """The payload, padded and cut into `count` rows of equal length, so that owners can decode their own."""
-        chunk, blocks = _base.words(shape, count), _base.words(shape, _INT8_BLOCK)
+        chunk, blocks = _codes.words(shape, count), _codes.words(shape, _INT8_BLOCK)
         # Rows begin anywhere in a block. So each gets the scales of as many blocks as a row may touch.
         most = (_INT8_BLOCK - math.gcd(chunk, _INT8_BLOCK) + chunk - 1) // _INT8_BLOCK + 1
         first = jnp.arange(count, dtype=jnp.int32)[:, None] * chunk // _INT8_BLOCK
         scales = payload["scales"][jnp.minimum(first + jnp.arange(min(most, blocks))[None, :], blocks - 1)]
-        return {"codes": _base.pad(payload["codes"], count * chunk).reshape(count, chunk), "scales": scales}
+        return {"codes": _codes.pad(payload["codes"], count * chunk).reshape(count, chunk), "scales": scales}
 
     def decode_row(self, row: Payload, index: jax.Array) -> jax.Array:
         """The elements of row `index` of a payload, in float32."""
@@ -269,7 +271,7 @@ def _random_16_bits(state: State, shape: Shape) -> jax.Array:
     """Random uint16 from the stream's seed and number of pushes. Both halves of each draw are used."""
     seed, pushes = state["stream"][0], state["stream"][1]
     rng = jax.random.fold_in(jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), seed), pushes)
-    draws = jax.random.bits(rng, (_base.words(shape, 2),), jnp.uint32)
+    draws = jax.random.bits(rng, (_codes.words(shape, 2),), jnp.uint32)
     return jax.lax.bitcast_convert_type(draws, jnp.uint16).reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
@@ -302,16 +304,16 @@ class Int3(Compressor):
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         wanted = _base.with_residual(value, state)
-        scale = _base.largest_step(wanted)
-        codes, residual = _base.split_codes(wanted, scale)
-        return {"codes": _base.pack_codes(codes.reshape(-1)), "scales": scale[None]}, {**state, "residual": residual}
+        scale = _codes.largest_step(wanted)
+        codes, residual = _codes.split_codes(wanted, scale)
+        return {"codes": _codes.pack_codes(codes.reshape(-1)), "scales": scale[None]}, {**state, "residual": residual}
 
     def decode(self, payload: Payload, shape: Shape, dtype: DTypeLike) -> jax.Array:
-        values = _base.in_order(_base.unpack_codes(payload["codes"]).astype(jnp.float32) * payload["scales"][0])
+        values = _codes.in_order(_codes.unpack_codes(payload["codes"]).astype(jnp.float32) * payload["scales"][0])
         return values[: math.prod(shape)].reshape(shape).astype(dtype)
 
     def wire_bytes(self, shape: Shape, dtype: DTypeLike) -> int:
-        return 4 * _base.BITS * _base.words(shape, _base.PLANE) + 4
+        return 4 * _codes.BITS * _codes.words(shape, _codes.PLANE) + 4
 
 
 # The largest elements, or the largest singular directions.

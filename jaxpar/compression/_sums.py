@@ -34,19 +34,11 @@ from .._core.arrays import PyTree, tree_nbytes
 from .._devices import collectives
 from .._devices.collectives import BucketLimits
 from .._devices.user_mesh import unsplit
-from . import _base
-from ._base import (
-    PLANE,
-    Compressor,
-    ElementCompressor,
-    Grid,
-    LinearCompressor,
-    Payload,
-    State,
-    decode_sum,
-    in_order,
-)
+from . import _base, _codes
+from ._base import Compressor, ElementCompressor, LinearCompressor, Payload, State, decode_sum
+from ._codes import PLANE, in_order
 from ._compressors import Int8
+from ._grid import Grid
 
 _FLOAT32 = 4  # bytes
 
@@ -218,13 +210,13 @@ class _InPlanes:
 def _to_words(compressor: ElementCompressor, codes: jax.Array) -> jax.Array:
     """Codes (..., n) in words (..., n / per_word)."""
     per_word = compressor.per_word
-    return codes if per_word == 1 else _base.pack_planes(codes.astype(jnp.uint32), 32 // per_word)
+    return codes if per_word == 1 else _codes.pack_planes(codes.astype(jnp.uint32), 32 // per_word)
 
 
 def _from_words(compressor: ElementCompressor, packed: jax.Array) -> jax.Array:
     """The float32 elements of words in lines, for `in_order`."""
     per_word = compressor.per_word
-    return compressor.dequantize(packed if per_word == 1 else _base.unpack_planes(packed.reshape(-1), 32 // per_word))
+    return compressor.dequantize(packed if per_word == 1 else _codes.unpack_planes(packed.reshape(-1), 32 // per_word))
 
 
 def _sum_codes(compressor: ElementCompressor, codes: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.Array]:
@@ -251,8 +243,8 @@ def _sum_bucket(compressor: ElementCompressor, codes: jax.Array, axis_name: str)
     way = min(cost, key=cost.__getitem__)
     if way == "lanes":  # integers of which several share a word: the code of a sum is the sum of the codes
         of_one_term: Any = compressor.grid(1)
-        packed = lax.psum(_base.pack_lanes(of_one_term.encode(compressor.dequantize(codes)), grid.bits), axis_name)
-        return grid.decode(_base.unpack_lanes(packed, grid.bits, size))
+        packed = lax.psum(_codes.pack_lanes(of_one_term.encode(compressor.dequantize(codes)), grid.bits), axis_name)
+        return grid.decode(_codes.unpack_lanes(packed, grid.bits, size))
     if way == "dense":  # decoded first: for small values and many devices, whose shares words would pad
         return _sum_dense(compressor.dequantize(codes), axis_name)
     # The words of all devices, (devices, words): of the whole bucket, or of the own share of it.
@@ -272,10 +264,10 @@ def _sum_bucket(compressor: ElementCompressor, codes: jax.Array, axis_name: str)
     if grid is None or grid.bits >= 8 * _FLOAT32:
         return collectives.gather_stack(in_order(total), axis_name).reshape(-1)[:size]
     with jax.named_scope("encode the sum"):
-        packed = _base.pack_planes(in_order(grid.encode(total)), grid.bits)
+        packed = _codes.pack_planes(in_order(grid.encode(total)), grid.bits)
     packed = collectives.gather_stack(packed, axis_name)
     with jax.named_scope("decode the sums"):
-        return in_order(grid.decode(_base.unpack_planes(packed, grid.bits)))[:size]
+        return in_order(grid.decode(_codes.unpack_planes(packed, grid.bits)))[:size]
 
 
 def _sum_dense(value: jax.Array, axis_name: str) -> jax.Array:
@@ -320,7 +312,7 @@ _SHORT = 8  # words of a row. Of a shorter one, what a bucket adds to fill its l
 
 def start_owner(shape: collectives.Shape, count: int) -> State:
     """The part of a state that belongs to the owner, one of `count` devices."""
-    return {_OWNER: jnp.zeros(_base.words(shape, count), jnp.float32)}
+    return {_OWNER: jnp.zeros(_codes.words(shape, count), jnp.float32)}
 
 
 def _two_way(values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
@@ -338,8 +330,8 @@ def _two_way(values: Arrays, states: States, axis_name: str, limits: BucketLimit
     groups = _plan([jnp.broadcast_to(c, (count, c.size)) for c in codes], limits)
     buckets: list[jax.Array] = []
     for bucket in collectives.pack(codes, groups):
-        packed = collectives.gather_stack(_base.pack_codes(bucket), axis_name)
-        buckets.append(in_order(_base.unpack_codes(packed).astype(jnp.int8), 1)[:, : bucket.size])
+        packed = collectives.gather_stack(_codes.pack_codes(bucket), axis_name)
+        buckets.append(in_order(_codes.unpack_codes(packed).astype(jnp.int8), 1)[:, : bucket.size])
     gathered = collectives.unpack(buckets, [c.shape for c in codes], groups, axis=1)  # each (devices, chunk)
     sums = [
         (collectives.from_rows(rows, v.shape) * step).astype(v.dtype)
@@ -361,8 +353,8 @@ def _two_way_share(values: Arrays, states: States, axis_name: str, limits: Bucke
 
 def _code(values: Arrays, axis_name: str) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
     """The codes of each value, its residual, and its step, which is equal on all devices."""
-    steps = list(lax.pmax(jnp.stack([_base.largest_step(v) for v in values]), axis_name))
-    coded = [_base.split_codes(v, step) for v, step in zip(values, steps, strict=True)]
+    steps = list(lax.pmax(jnp.stack([_codes.largest_step(v) for v in values]), axis_name))
+    coded = [_codes.split_codes(v, step) for v, step in zip(values, steps, strict=True)]
     return [codes for codes, _ in coded], [residual for _, residual in coded], steps
 
 
@@ -372,9 +364,9 @@ def _add_shares(rows: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.
     groups = _plan(rows, limits)
     shares: list[jax.Array] = []
     for bucket in collectives.pack(rows, groups, axis=1):
-        received = collectives.send_rows(_base.pack_codes(bucket), axis_name)
+        received = collectives.send_rows(_codes.pack_codes(bucket), axis_name)
         # Integers, so the order of the devices does not matter.
-        total = _base.unpack_codes(received).sum(0, dtype=jnp.int32).astype(jnp.float32)
+        total = _codes.unpack_codes(received).sum(0, dtype=jnp.int32).astype(jnp.float32)
         shares.append(in_order(total)[: bucket.shape[1]])
     return collectives.unpack(shares, [r.shape[1:] for r in rows], groups)
 
@@ -383,7 +375,7 @@ def _plan(rows: Arrays, limits: BucketLimits) -> collectives.Groups:
     """Which rows (devices, chunk) of codes travel together."""
     # Planned by the words that are sent. Each bucket ends with a whole word on every device, so short rows are joined
     # even where those of all devices are large: they are counted as those of one.
-    sizes = [_base.words(r.shape[1:], PLANE) for r in rows]
+    sizes = [_codes.words(r.shape[1:], PLANE) for r in rows]
     devices = [r.shape[0] if size >= _SHORT else 1 for r, size in zip(rows, sizes, strict=True)]
     sent = [jax.ShapeDtypeStruct(shape, "uint32") for shape in zip(devices, sizes, strict=True)]
     return collectives.plan(sent, limits)

@@ -118,25 +118,25 @@ def segments(
 
 
 def split_rows(
-    size: int, fraction: float | int, rng: jax.Array | int | None, shuffle: bool, where: str
+    size: int, fraction: float | int, rng: jax.Array | int | None, shuffle: bool, caller: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """The rows of the two parts, in ascending order. Options and errors are as in `data.split`."""
     if checks.is_int(fraction):
         count = int(fraction)
     else:
-        count = round(size * checks.number(fraction, where, "fraction", "a number", lambda x: math.isfinite(size * x)))
+        count = round(size * checks.number(fraction, caller, "fraction", "a number", lambda x: math.isfinite(size * x)))
     if not 0 < count < size:
         raise ValueError(
-            f"{where}: {fraction} of {size} examples leaves one of the two parts empty; give a fraction between 0 and "
+            f"{caller}: {fraction} of {size} examples leaves one of the two parts empty; give a fraction between 0 and "
             f"1, or a number of examples from 1 to {size - 1}"
         )
     if not shuffle:
         if rng is not None:
-            raise ValueError(f"{where}: shuffle=False uses no rng; leave out one of them")
+            raise ValueError(f"{caller}: shuffle=False uses no rng; leave out one of them")
         return np.arange(count), np.arange(count, size)
     # Drawn as the order of an epoch is, so it is the same on any devices; sorted, so a part keeps the stored order.
     with outside_mesh():
-        order = np.asarray(order_of(checks.random_key(0 if rng is None else rng, where), size)(0))
+        order = np.asarray(order_of(checks.random_key(0 if rng is None else rng, caller), size)(0))
     return np.sort(order[:count]), np.sort(order[count:])
 
 
@@ -160,7 +160,7 @@ class Placement:
         return collectives.padded_rows(count, self.virtual_shards, self.num_shards)
 
 
-def check_sharding(sharding: object, where: str) -> NamedSharding:
+def check_sharding(sharding: object, caller: str) -> NamedSharding:
     """`sharding`, or that of a `PartitionSpec` over the mesh that the user has set. `TypeError` for anything else."""
     if isinstance(sharding, P) and not jax.sharding.get_mesh().empty:
         sharding = NamedSharding(jax.sharding.get_mesh(), sharding)
@@ -168,7 +168,7 @@ def check_sharding(sharding: object, where: str) -> NamedSharding:
         return sharding
     hint = "; a PartitionSpec needs a mesh, set by jax.set_mesh" if isinstance(sharding, P) else ""
     example = "such as jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))"
-    raise TypeError(f"{where}: sharding must be a NamedSharding, {example}; got {checks.describe(sharding)}{hint}")
+    raise TypeError(f"{caller}: sharding must be a NamedSharding, {example}; got {checks.describe(sharding)}{hint}")
 
 
 # Arrays in host memory, and batches of them on the devices.
@@ -268,7 +268,7 @@ def ahead(batches: Iterable[Item], size: int) -> Iterator[Item]:
     yield from waiting
 
 
-def agree_on_arrays(arrays: PyTree, where: str) -> None:
+def agree_on_arrays(arrays: PyTree, caller: str) -> None:
     """`ValueError` in every process unless all give the same arrays, by their shapes and some of their rows."""
     # Each process reads its own rows of arrays that all have. If each had other arrays, rows of all of them would be
     # missing from the run, and no shape would tell. Some rows of each array do, without reading all of a memmap.
@@ -280,7 +280,7 @@ def agree_on_arrays(arrays: PyTree, where: str) -> None:
         checksum = zlib.crc32(np.ascontiguousarray(leaf[:: len(leaf) // _COMPARED + 1]).tobytes(), checksum)
     hint = "give each process all of them, or its own batches by data.from_iterable"
     shown = f"{', '.join(shapes)}, checksum {checksum:08x}"
-    processes.agree(f"{where}: every process must give the same arrays; {hint}", shown)
+    processes.agree(f"{caller}: every process must give the same arrays; {hint}", shown)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,7 +315,7 @@ class DatasetBatchOptions(BatchOptions, total=False):
 def plan_batches(
     size: int,
     batch_size: int,
-    where: str,
+    caller: str,
     *,
     rng: jax.Array | None = None,
     epochs: int | None = 1,
@@ -326,17 +326,17 @@ def plan_batches(
     axis_name: str = STORE_AXIS,
     virtual_shards: int | None = None,
 ) -> BatchPlan:
-    """Batches of `size` examples. Options and errors are as in `data.batches`; `where` begins the messages."""
+    """Batches of `size` examples. Options and errors are as in `data.batches`; `caller` begins the messages."""
     # Which devices share a batch.
-    placement, axis_name = Placement(), checks.text(axis_name, where, "axis_name")
-    checks.at_most_one(where, sharding=sharding, devices=devices)  # a sharding has the devices of its mesh
+    placement, axis_name = Placement(), checks.text(axis_name, caller, "axis_name")
+    checks.at_most_one(caller, sharding=sharding, devices=devices)  # a sharding has the devices of its mesh
     if sharding is not None:
-        user_sharding = check_sharding(sharding, where)
+        user_sharding = check_sharding(sharding, caller)
         spec, mesh = user_sharding.spec, user_sharding.mesh
         assert isinstance(mesh, Mesh)
         if any(spec[1:]):  # images and labels have no other axis in common
             raise ValueError(
-                f"{where}: the sharding of a batch splits its first axis only, got {spec}; reshard a batch by "
+                f"{caller}: the sharding of a batch splits its first axis only, got {spec}; reshard a batch by "
                 "jax.device_put, or give data.prefetch one for each array"
             )
         # Batches are made over a mesh without axis types, and then get the sharding that was asked for.
@@ -347,30 +347,30 @@ def plan_batches(
             user_sharding=None if own_sharding == user_sharding else user_sharding,
         )
     elif devices is not None:
-        checked = checks.devices(devices, where)
+        checked = checks.devices(devices, caller)
         placement = Placement(NamedSharding(Mesh(np.array(checked), (axis_name,)), P(axis_name)), len(checked))
 
     # They must share each batch evenly, the last one too. Virtual shards are what they share then. Where the devices
     # cannot share these evenly, a batch is padded, and any number of devices may have it.
-    batch_size = checks.whole_number(batch_size, where, "batch_size")
+    batch_size = checks.whole_number(batch_size, caller, "batch_size")
     remainder, num_shards = 0 if drop_remainder else size % batch_size, placement.num_shards
     if virtual_shards is not None:
-        virtual_shards = checks.whole_number(virtual_shards, where, "virtual_shards")
-        checks.even_share(batch_size, virtual_shards, where, of="virtual shards")
-        checks.even_share(remainder, virtual_shards, where, of="virtual shards")
+        virtual_shards = checks.whole_number(virtual_shards, caller, "virtual_shards")
+        checks.even_share(batch_size, virtual_shards, caller, of="virtual shards")
+        checks.even_share(remainder, virtual_shards, caller, of="virtual shards")
         if virtual_shards % num_shards:
             placement, num_shards = dataclasses.replace(placement, virtual_shards=virtual_shards), 1
-    checks.even_share(batch_size, num_shards, where)
-    checks.whole_batch(size, batch_size if drop_remainder else 1, where, ", or drop_remainder=False")
+    checks.even_share(batch_size, num_shards, caller)
+    checks.whole_batch(size, batch_size if drop_remainder else 1, caller, ", or drop_remainder=False")
     if remainder % num_shards:
         raise ValueError(
-            f"{where}: the last batch would have {remainder} examples, which {num_shards} devices cannot share evenly; "
-            "use drop_remainder=True, or another batch_size"
+            f"{caller}: the last batch would have {remainder} examples, which {num_shards} devices cannot share "
+            "evenly; use drop_remainder=True, or another batch_size"
         )
 
-    checks.whole_number(start, where, "start", least=0)
+    checks.whole_number(start, caller, "start", least=0)
     if epochs is not None:
-        checks.whole_number(epochs, where, "epochs", least=0)
+        checks.whole_number(epochs, caller, "epochs", least=0)
     return BatchPlan(segments(size, batch_size, epochs, start, drop_remainder), order_of(rng, size), placement)
 
 

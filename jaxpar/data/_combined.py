@@ -17,7 +17,7 @@ from .._devices.user_mesh import outside_mesh
 from ._iterable import IterableSource
 from ._sources import Dataset, Source, batch_options, own_batch_size, source_of
 
-_WHERE = "data.combine"
+_CALLER = "data.combine"
 
 
 class CombinedSource:
@@ -46,7 +46,7 @@ class CombinedSource:
         sizes = {name: size or batch_size for name, size in self.batch_sizes.items()}
         if max(sizes.values()) != batch_size:
             raise ValueError(
-                f"{_WHERE}: batch_size is {batch_size}, but the batches have {sizes}; give the largest of them"
+                f"{_CALLER}: batch_size is {batch_size}, but the batches have {sizes}; give the largest of them"
             )
         return sizes
 
@@ -59,7 +59,7 @@ class CombinedSource:
         sizes, steps = self._sizes(batch_size), dict[Any, int]()
         for name, source in self.sources.items():
             examples = source.examples(sizes[name])
-            checks.whole_batch(examples, sizes[name], f"{_WHERE}: {name!r}")
+            checks.whole_batch(examples, sizes[name], f"{_CALLER}: {name!r}")
             steps[name] = examples // sizes[name]
         return batch_size * (max if self.until == "longest" else min)(steps.values())
 
@@ -79,8 +79,8 @@ class CombinedSource:
         Batch k has batch k of each source, which goes through its own epochs without an end. So a run that resumes at
         `start=k` sees the same batches.
         """
-        batch_size = checks.whole_number(batch_size, _WHERE, "batch_size")
-        start = checks.whole_number(start, _WHERE, "start", least=0)
+        batch_size = checks.whole_number(batch_size, _CALLER, "batch_size")
+        start = checks.whole_number(start, _CALLER, "start", least=0)
         sizes, steps = self._sizes(batch_size), self.examples(batch_size) // batch_size
         streams = list[Iterator[PyTree]]()
         for number, (name, source) in enumerate(self.sources.items()):
@@ -89,7 +89,9 @@ class CombinedSource:
                 own_rng = None if rng is None else jax.random.fold_in(rng, number)
             options = batch_options(source, devices, sharding, virtual_shards)
             streams.append(iter(source.batches(sizes[name], rng=own_rng, epochs=None, start=start, **options)))
-        end = None if epochs is None else max(0, checks.whole_number(epochs, _WHERE, "epochs", least=0) * steps - start)
+        end = None
+        if epochs is not None:
+            end = max(0, checks.whole_number(epochs, _CALLER, "epochs", least=0) * steps - start)
         for several in itertools.islice(zip(*streams, strict=True), end):
             arrays = [batch.arrays if isinstance(batch, PaddedBatch) else batch for batch in several]
             combined = tuple(arrays) if self._is_tuple else dict(zip(self.sources, arrays, strict=True))
@@ -114,9 +116,12 @@ class CombinedSource:
 
     def get_state(self) -> list[Any] | None:
         """The positions in the sources, as JSON. None where the number of the batch says them, or nothing does."""
-        states = [source.get_state() if hasattr(source, "get_state") else None for source in self._list]
-        lost = [s for s, state in zip(self._list, states, strict=True) if _is_read_once(s) and state is None]
-        return None if lost or all(state is None for state in states) else states
+        states: list[Any] = []
+        for source in self._list:
+            states.append(source.get_state() if hasattr(source, "get_state") else None)
+            if states[-1] is None and getattr(source, "is_read_once", False):
+                return None  # nothing says where this one is
+        return None if all(state is None for state in states) else states
 
     def set_state(self, state: list[Any]) -> None:
         """Continue at positions from `get_state`."""
@@ -130,10 +135,6 @@ class CombinedSource:
 
     def __repr__(self) -> str:
         return f"CombinedSource({', '.join(f'{name}: {source}' for name, source in self.sources.items())})"
-
-
-def _is_read_once(source: object) -> bool:
-    return getattr(source, "is_read_once", False)
 
 
 @allows_transfers
@@ -174,20 +175,20 @@ def combine(
     # By sorted names, as the leaves of a dict in JAX: the order in which it was written changes no random key.
     members: dict[Any, Any] = dict(enumerate(several)) if is_tuple else {key: several[key] for key in sorted(several)}
     if not members:
-        raise ValueError(f"{_WHERE}: expected several data sets, got none")
-    checks.choice(until, _WHERE, "until", ("longest", "shortest"))
+        raise ValueError(f"{_CALLER}: expected several data sets, got none")
+    checks.choice(until, _CALLER, "until", ("longest", "shortest"))
     asked: dict[Any, int | None] = {}
     if batch_sizes is not None:
         asked = dict(batch_sizes) if isinstance(batch_sizes, Mapping) else dict(enumerate(batch_sizes))
         if asked.keys() != members.keys():
-            raise ValueError(f"{_WHERE}: batch_sizes has {list(asked)}, but the data are {list(members)}")
+            raise ValueError(f"{_CALLER}: batch_sizes has {list(asked)}, but the data are {list(members)}")
     sources, sizes = dict[Any, Source](), dict[Any, int | None]()
     for name, data in members.items():
         source = sources[name] = as_source(data)
         if any(isinstance(each, IterableSource) and each.steps_per_epoch == "all" for each in sources_of(source)):
-            raise ValueError(f'{_WHERE}: {name!r} has steps_per_epoch="all"; give the number of its batches')
+            raise ValueError(f'{_CALLER}: {name!r} has steps_per_epoch="all"; give the number of its batches')
         size = asked.get(name)
-        sizes[name] = own_batch_size(source) if size is None else checks.whole_number(size, _WHERE, "batch_sizes")
+        sizes[name] = own_batch_size(source) if size is None else checks.whole_number(size, _CALLER, "batch_sizes")
     return CombinedSource(sources, sizes, until, is_tuple)
 
 
@@ -203,7 +204,18 @@ def as_source(given: Any) -> Source:
     >>> as_source(Dataset(np.zeros((6, 2)), np.arange(6))).examples(batch_size=2)
     6
     """
-    return combine(given) if are_several(given) else source_of(given)
+
+    def is_data(member: object) -> bool:
+        """Whether it is a data set or a loader, and no array or batch."""
+        if isinstance(member, (Dataset, Source)):
+            return True
+        is_array = hasattr(member, "dtype") or hasattr(member, "columns")
+        is_batch = isinstance(member, (Mapping, list, tuple, str, bytes))
+        return isinstance(member, Iterable) and not is_array and not is_batch
+
+    members = list(given.values()) if isinstance(given, Mapping) else given
+    is_plain = isinstance(members, (list, tuple)) and not hasattr(members, "_fields")  # a named tuple is a batch
+    return combine(given) if is_plain and members and all(map(is_data, members)) else source_of(given)
 
 
 def sources_of(source: Source) -> list[Source]:
@@ -211,18 +223,3 @@ def sources_of(source: Source) -> list[Source]:
     if not isinstance(source, CombinedSource):
         return [source]
     return [each for member in source.sources.values() for each in sources_of(member)]
-
-
-def are_several(given: object) -> bool:
-    """Whether this is a dict, tuple or list of data sets and loaders, and not of arrays or of batches."""
-    members = list(given.values()) if isinstance(given, Mapping) else given
-    if not isinstance(members, (list, tuple)) or not members or hasattr(members, "_fields"):
-        return False
-
-    def is_loader(each: object) -> bool:
-        if isinstance(each, (Dataset, Source)):
-            return True
-        is_array = hasattr(each, "dtype") or hasattr(each, "columns")
-        return isinstance(each, Iterable) and not is_array and not isinstance(each, (Mapping, list, tuple, str, bytes))
-
-    return all(map(is_loader, members))

@@ -7,7 +7,7 @@ of what NumPy or DLPack can read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -47,30 +47,31 @@ class _Frame(Protocol):
     def __getitem__(self, name: Any, /) -> _Column: ...
 
 
-def as_arrays(table: PyTree, where: str) -> PyTree:
+def as_arrays(table: PyTree, caller: str) -> PyTree:
     """A table as a dict of arrays: a DataFrame of pandas or polars, or a list of dicts with one example each.
 
     All other data stays as it is. `TypeError` for data that has no rows yet, or that can be read in several ways.
     """
     table = _plain(table)
-    if _is_frame(table):
-        names = list(table.columns)
+    if _is_of(table, "pandas", "DataFrame") or _is_of(table, "polars", "DataFrame"):
+        frame: _Frame = table
+        names = list(frame.columns)
         if len(set(names)) < len(names):  # frame[name] would have both columns
-            raise ValueError(f"{where}: two columns of the DataFrame have one name, {names}; rename one of them")
-        columns = {name: table[name].to_numpy() for name in names}
+            raise ValueError(f"{caller}: two columns of the DataFrame have one name, {names}; rename one of them")
+        columns = {name: frame[name].to_numpy() for name in names}
         numeric = [name for name, column in columns.items() if column.dtype.kind in "biufc"]
         if numeric != names:
             not_numeric = [name for name in names if name not in numeric]
             raise TypeError(
-                f"{where}: the columns {not_numeric} of the DataFrame are not numeric; write frame[{numeric}] for the "
+                f"{caller}: the columns {not_numeric} of the DataFrame are not numeric; write frame[{numeric}] for the "
                 "others, or turn them into numbers first"
             )
         return columns
     if _is_list_of_examples(table):
-        return join([as_dict(row, (), where) for row in table], where)
+        return join([as_dict(row, (), caller) for row in table], caller)
     for (library, name), advice in _ADVICE.items():
         if _is_of(table, library, name):
-            raise TypeError(f"{where}: {advice}")
+            raise TypeError(f"{caller}: {advice}")
     return table
 
 
@@ -88,10 +89,6 @@ def _is_of(value: object, library: str, name: str) -> bool:
     return any(each.__name__ == name and each.__module__.split(".")[0] == library for each in type(value).__mro__)
 
 
-def _is_frame(table: object) -> TypeGuard[_Frame]:
-    return _is_of(table, "pandas", "DataFrame") or _is_of(table, "polars", "DataFrame")
-
-
 def _is_list_of_examples(elements: PyTree) -> bool:
     """Whether this is a list of dicts with one example each, and not one of batches."""
     if not isinstance(elements, (list, tuple)) or not elements or not isinstance(elements[0], Mapping):
@@ -106,12 +103,12 @@ def path_name(path: KeyPath) -> str:
     return repr(jax.tree_util.keystr(path, simple=True, separator="/")) if path else "an element"
 
 
-def as_dict(element: PyTree, names: tuple[str, ...], where: str) -> PyTree:
+def as_dict(element: PyTree, names: tuple[str, ...], caller: str) -> PyTree:
     """An element as a pytree of arrays. A tuple or a list becomes a dict with these names."""
     if isinstance(element, (tuple, list)) and not hasattr(element, "_fields"):
         if len(element) != len(names):
             raise ValueError(
-                f"{where}: an element is {checks.describe(element)}, but there are {len(names)} names {names}; give "
+                f"{caller}: an element is {checks.describe(element)}, but there are {len(names)} names {names}; give "
                 "names= one for each, or elements that are dicts"
             )
         element = dict(zip(names, element, strict=True))
@@ -119,7 +116,7 @@ def as_dict(element: PyTree, names: tuple[str, ...], where: str) -> PyTree:
     element = _plain(element)
 
     def convert(path: KeyPath, leaf: object) -> np.ndarray | jax.Array:
-        return as_array(leaf, f"{where}: {path_name(path)}")
+        return as_array(leaf, f"{caller}: {path_name(path)}")
 
     # A list of numbers is one array, not a pytree of scalars.
     return jax.tree_util.tree_map_with_path(convert, element, is_leaf=lambda x: isinstance(x, (list, str)))
@@ -144,20 +141,20 @@ def as_array(leaf: Any, name: str) -> np.ndarray | jax.Array:
     return array
 
 
-def join(trees: Sequence[PyTree], where: str, *, batched: bool = False) -> PyTree:
+def join(trees: Sequence[PyTree], caller: str, *, batched: bool = False) -> PyTree:
     """Examples, or batches, leaf by leaf as one batch. Their shapes must agree."""
 
     def join_leaves(path: KeyPath, *leaves: Any) -> np.ndarray:
         shapes = {np.shape(leaf)[batched:] for leaf in leaves}
         if len(shapes) > 1:
             raise ValueError(
-                f"{where}: {path_name(path)} has examples of different shapes, {sorted(shapes)}, which make no batch; "
+                f"{caller}: {path_name(path)} has examples of different shapes, {sorted(shapes)}, which make no batch; "
                 "pad, crop or resize them first"
             )
         arrays = [np.asarray(leaf) for leaf in leaves]
         joined = np.concatenate(arrays) if batched else np.stack(arrays)
         if joined.dtype == object:  # one of them has None or several arrays there
-            raise TypeError(f"{where}: {path_name(path)} is not an array of numbers in each example")
+            raise TypeError(f"{caller}: {path_name(path)} is not an array of numbers in each example")
         return joined
 
     try:
@@ -171,6 +168,6 @@ def join(trees: Sequence[PyTree], where: str, *, batched: bool = False) -> PyTre
                     f"has {name}, which example 0 lacks" if name in names else f"has no {name}, which example 0 has"
                 )
                 raise ValueError(
-                    f"{where}: example {number} of {len(trees)} {differs}; give each the same arrays"
+                    f"{caller}: example {number} of {len(trees)} {differs}; give each the same arrays"
                 ) from None
         raise

@@ -27,7 +27,7 @@ from .._devices.mesh import split_over
 from . import _batches
 from ._elements import as_dict, join, path_name
 
-_WHERE = "data.from_iterable"
+_CALLER = "data.from_iterable"
 READ_ONCE = "an iterator can be read only once; give a list, a loader, or a function that returns an iterator"
 
 
@@ -67,14 +67,14 @@ class IterableSource:
         """
         self.check(batch_size)
         if self.steps_per_epoch == "all":
-            raise TypeError(f'{_WHERE}: with steps_per_epoch="all" an epoch has as many batches as the source gives')
+            raise TypeError(f'{_CALLER}: with steps_per_epoch="all" an epoch has as many batches as the source gives')
         if self.steps_per_epoch is not None:
             return self.steps_per_epoch * batch_size
         length = length_of(self.source)
         if length is None:
             raise TypeError(
-                f"{_WHERE}: {_describe(self.source)} has no length, so give the number of batches in an epoch: "
-                f'{_WHERE}(source, steps_per_epoch=...), or "all"'
+                f"{_CALLER}: {_describe(self.source)} has no length, so give the number of batches in an epoch: "
+                f'{_CALLER}(source, steps_per_epoch=...), or "all"'
             )
         return length * (batch_size if self.batched else processes.count())
 
@@ -89,7 +89,7 @@ class IterableSource:
         """
         if self.steps_per_epoch == "all" and processes.count() > 1:
             raise ValueError(
-                f'{_WHERE}: steps_per_epoch="all" is for one process, since one of several processes could end an '
+                f'{_CALLER}: steps_per_epoch="all" is for one process, since one of several processes could end an '
                 "epoch before the others; give the number of batches"
             )
 
@@ -105,15 +105,15 @@ class IterableSource:
         if size != share:
             each = f", of which each of {num_processes} processes reads {share}" if num_processes > 1 else ""
             raise ValueError(
-                f"{_WHERE}: the {name} makes batches of {size}, but batch_size is {batch_size}{each}; {write}, or give "
-                f"batch_size={size * num_processes} here"
+                f"{_CALLER}: the {name} makes batches of {size}, but batch_size is {batch_size}{each}; {write}, or "
+                f"give batch_size={size * num_processes} here"
             )
         if self.steps_per_epoch is None and not drop_last:  # its last batch is read
             # A sampler may draw a part of the data set, so its length comes first.
             drawn_from: list[Any] = [getattr(loader, "sampler", None), getattr(loader, "dataset", None)]
             num_examples = next((len(examples) for examples in drawn_from if hasattr(examples, "__len__")), 0)
             if remainder := num_examples % size:
-                raise ValueError(f"{_WHERE}: the last batch of the {name} would have {remainder} examples; {write}")
+                raise ValueError(f"{_CALLER}: the last batch of the {name} would have {remainder} examples; {write}")
 
     def batches(
         self,
@@ -132,8 +132,8 @@ class IterableSource:
         this epoch are read and dropped, unless `set_state` set a position within the epoch. An iterator cannot be
         rewound, so it skips nothing.
         """
-        batch_size = checks.whole_number(batch_size, _WHERE, "batch_size")
-        share = checks.even_share(batch_size, processes.count(), _WHERE, of="processes")  # which this process reads
+        batch_size = checks.whole_number(batch_size, _CALLER, "batch_size")
+        share = checks.even_share(batch_size, processes.count(), _CALLER, of="processes")  # which this process reads
 
         # The plan says where batches go. Which elements they have, the source says.
         if self.steps_per_epoch == "all":
@@ -141,12 +141,12 @@ class IterableSource:
             examples, steps = batch_size, None  # an epoch has as many batches as there are
         else:
             examples = self.examples(batch_size)
-            checks.whole_batch(examples, batch_size, _WHERE)
+            checks.whole_batch(examples, batch_size, _CALLER)
             steps = examples // batch_size
         placement = _batches.plan_batches(
             examples,
             batch_size,
-            _WHERE,
+            _CALLER,
             epochs=epochs,
             start=start,
             devices=devices,
@@ -156,7 +156,7 @@ class IterableSource:
         padding = placement.rows(batch_size) - batch_size
         if padding and processes.count() > 1:  # each reads an equal share of a batch, and a padding is at its end
             raise ValueError(
-                f"{_WHERE}: {placement.num_shards} devices cannot share the {virtual_shards} virtual shards of the "
+                f"{_CALLER}: {placement.num_shards} devices cannot share the {virtual_shards} virtual shards of the "
                 "step evenly; use a number that divides these, or data.from_arrays"
             )
         sharding = _share_sharding(batch_size + padding, placement)
@@ -168,7 +168,7 @@ class IterableSource:
             if not first_lengths and len(set(lengths.values())) > 1:  # each array is cut by its own length
                 for name, n in lengths.items():
                     num_shards = virtual_shards or placement.num_shards
-                    checks.even_share(n * processes.count(), num_shards, f"{_WHERE}: {name}")
+                    checks.even_share(n * processes.count(), num_shards, f"{_CALLER}: {name}")
             first_lengths = first_lengths or lengths
 
             # (share, ...) in host memory to (batch_size + padding, ...) on the devices.
@@ -239,7 +239,7 @@ class IterableSource:
                         error = raised
                     if following is not None and self.steps_per_epoch is None:
                         error = ValueError(
-                            f"{_WHERE}: {_describe(self.source)} of length {length} has more batches in epoch "
+                            f"{_CALLER}: {_describe(self.source)} of length {length} has more batches in epoch "
                             f"{pass_number}; mend its length, or give steps_per_epoch="
                         )
                     if following is None and error is None and steps is None and num_read < (total or 0):
@@ -304,7 +304,7 @@ class IterableSource:
         """The first batch of a list of batches. None for other sources, which are not read ahead."""
         if not self.batched or not isinstance(self.source, (list, tuple)) or not self.source:
             return None
-        return as_dict(self.source[0], self.names, _WHERE)
+        return as_dict(self.source[0], self.names, _CALLER)
 
     def place(self, batch: PyTree, sharding: NamedSharding | None) -> PyTree:
         """Send a host batch to the devices. Each process gives its own share."""
@@ -320,21 +320,21 @@ class IterableSource:
         length, unit = length_of(self.source), "batches" if self.batched else "examples"
         if most is not None and length is not None and length > (most if self.batched else most * share):
             raise ValueError(
-                f"{_WHERE}: {_describe(self.source)} has {length} {unit}, and steps_per_epoch={most} leaves out some; "
+                f"{_CALLER}: {_describe(self.source)} has {length} {unit}, and steps_per_epoch={most} leaves out some; "
                 "leave it out to evaluate all, or give a part of the data"
             )
         batches = self._host_batches(iter(self._epoch(0)), share, drop_remainder=False)
         num_batches = num_examples = 0
         for batch in itertools.islice(batches, most):  # without a length it may be endless
             num_batches += 1
-            num_examples += 0 if self.batched else checks.batch_length(batch, _WHERE)
+            num_examples += 0 if self.batched else checks.batch_length(batch, _CALLER)
             yield batch
         if num_batches < (most or 0):
             raise _end_error(self.source, 0, num_batches, most)
         num_read = num_batches if self.batched else num_examples
         if most is None and length is not None and num_read < length:
             raise ValueError(
-                f"{_WHERE}: {_describe(self.source)} of length {length} ended after {num_read} {unit}; look for an "
+                f"{_CALLER}: {_describe(self.source)} of length {length} ended after {num_read} {unit}; look for an "
                 "error in it, such as an IndexError, or mend its length"
             )
 
@@ -367,7 +367,7 @@ class IterableSource:
         elements = self.source(epoch) if takes(self.source, 1) else self.source()
         if isinstance(elements, Mapping) or not (hasattr(elements, "__iter__") or hasattr(elements, "__getitem__")):
             raise TypeError(
-                f"{_WHERE}: {_describe(self.source)} should return the batches of epoch {epoch}, got "
+                f"{_CALLER}: {_describe(self.source)} should return the batches of epoch {epoch}, got "
                 f"{checks.describe(elements)}; cut it into batches there, as docs/data.md does for a curriculum"
             )
         return elements
@@ -385,18 +385,18 @@ class IterableSource:
                 return leaf if isinstance(leaf, jax.Array) else host.own_copy(leaf, name)
 
             for element in elements:
-                yield jax.tree_util.tree_map_with_path(copied, as_dict(element, self.names, _WHERE))
+                yield jax.tree_util.tree_map_with_path(copied, as_dict(element, self.names, _CALLER))
             return
 
         def own(leaf: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
             return leaf if isinstance(leaf, jax.Array) else np.array(leaf)
 
         while examples := [
-            jax.tree.map(own, as_dict(element, self.names, _WHERE)) for element in itertools.islice(elements, share)
+            jax.tree.map(own, as_dict(element, self.names, _CALLER)) for element in itertools.islice(elements, share)
         ]:
             if len(examples) < share and drop_remainder:
                 return  # as `DataLoader(drop_last=True)`: a batch of another size would be another program
-            yield join(examples, _WHERE)
+            yield join(examples, _CALLER)
 
 
 def from_iterable(
@@ -451,24 +451,24 @@ def from_iterable(
     """
     # Python can iterate over each of these, and would give letters, names or rows in place of batches.
     if isinstance(source, (str, bytes)):
-        raise TypeError(f"{_WHERE}: {source!r} is a name, not data; write data.load({source!r})")
+        raise TypeError(f"{_CALLER}: {source!r} is a name, not data; write data.load({source!r})")
     is_tuple_of_arrays = type(source) is tuple and all(hasattr(array, "dtype") for array in source)
     if isinstance(source, dict) or hasattr(source, "dtype") or is_tuple_of_arrays:
         kind = f"a tuple of {len(source)}" if isinstance(source, tuple) else f"{_describe(source)} of"
         raise TypeError(
-            f"{_WHERE}: {kind} arrays is data, not a loader; use data.Dataset(images, labels) or "
+            f"{_CALLER}: {kind} arrays is data, not a loader; use data.Dataset(images, labels) or "
             'data.from_arrays({"name": array})'
         )
     if not _is_function(source) and not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
         raise TypeError(
-            f"{_WHERE}: expected an iterable, or a function of the epoch that returns one; got {_describe(source)}"
+            f"{_CALLER}: expected an iterable, or a function of the epoch that returns one; got {_describe(source)}"
         )
     if isinstance(steps_per_epoch, str):
-        checks.choice(steps_per_epoch, _WHERE, "steps_per_epoch", ("all",))
+        checks.choice(steps_per_epoch, _CALLER, "steps_per_epoch", ("all",))
         if isinstance(source, Iterator):
-            raise ValueError(f'{_WHERE}: steps_per_epoch="all" reads the data once in each epoch, and {READ_ONCE}')
+            raise ValueError(f'{_CALLER}: steps_per_epoch="all" reads the data once in each epoch, and {READ_ONCE}')
     elif steps_per_epoch is not None:
-        checks.whole_number(steps_per_epoch, _WHERE, "steps_per_epoch")
+        checks.whole_number(steps_per_epoch, _CALLER, "steps_per_epoch")
     return IterableSource(source, steps_per_epoch, batched, tuple(names), dtype)
 
 
@@ -518,16 +518,16 @@ def _lengths(batch: PyTree, share: int, at: int, first: dict[str, int]) -> dict[
             "example, give batched=False"
         )
     got = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-    raise ValueError(f"{_WHERE}: batch {at} of the epoch should have {expected}, got {got}; {hint}")
+    raise ValueError(f"{_CALLER}: batch {at} of the epoch should have {expected}, got {got}; {hint}")
 
 
 def _end_error(source: object, epoch: int, num_read: int, steps: int | None) -> ValueError:
     """The error for an epoch that ends early."""
     if steps is None:
-        return ValueError(f"{_WHERE}: {_describe(source)} has no batch in epoch {epoch}")
+        return ValueError(f"{_CALLER}: {_describe(source)} has no batch in epoch {epoch}")
     advice = READ_ONCE if isinstance(source, Iterator) else "give the right steps_per_epoch="
     return ValueError(
-        f"{_WHERE}: {_describe(source)} ended after {num_read} of the {steps} batches of epoch {epoch}; {advice}"
+        f"{_CALLER}: {_describe(source)} ended after {num_read} of the {steps} batches of epoch {epoch}; {advice}"
     )
 
 
@@ -557,12 +557,12 @@ def _share_sharding(rows: int, placement: _batches.Placement) -> NamedSharding |
     """The sharding of a batch whose rows are shared equally by the processes. None: the default device."""
     if placement.sharding is None:
         return None
-    checks.even_share(rows, placement.num_shards, _WHERE)
+    checks.even_share(rows, placement.num_shards, _CALLER)
     indices = placement.sharding.addressable_devices_indices_map((rows,)).values()
     local_rows = {index[0].indices(rows)[:2] for index in indices if index}  # several devices may have the same
     if sum(stop - start for start, stop in local_rows) * processes.count() == rows:
         return placement.sharding
     # It gives one row to several processes. So the batch is split over all devices, and a step sends the rows on.
     mesh: Any = placement.sharding.mesh
-    checks.even_share(rows, mesh.size, _WHERE)
+    checks.even_share(rows, mesh.size, _CALLER)
     return split_over(tuple(mesh.devices.flat))

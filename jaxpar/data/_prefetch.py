@@ -15,7 +15,7 @@ from .._core.transfers import allows_transfers
 from .._devices import mesh, processes, user_mesh
 from ._batches import ahead, check_sharding
 
-_WHERE = "data.prefetch"
+_CALLER = "data.prefetch"
 
 
 @allows_transfers
@@ -48,9 +48,9 @@ def prefetch(iterator: Iterable[PyTree], sharding: PyTree = None, size: int = 2)
     [True, True, True]
     """
     elements = iter(iterator)
-    size = checks.whole_number(size, _WHERE, "size", least=0)
+    size = checks.whole_number(size, _CALLER, "size", least=0)
     if sharding is not None:
-        check = functools.partial(check_sharding, where=_WHERE)
+        check = functools.partial(check_sharding, caller=_CALLER)
         sharding = jax.tree.map(check, sharding, is_leaf=lambda x: isinstance(x, (Sharding, P)))
 
     def sent() -> Iterator[PyTree]:
@@ -66,9 +66,9 @@ def prefetch(iterator: Iterable[PyTree], sharding: PyTree = None, size: int = 2)
 def _to_devices(batch: PyTree, sharding: PyTree | None) -> PyTree:
     """The batch on the devices. The transfer is only started."""
     batch = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), batch)
-    checks.arrays_of_numbers(batch, f"{_WHERE}: batch")
+    checks.arrays_of_numbers(batch, f"{_CALLER}: batch")
     # Meanwhile the iterator may write its next batch into the same memory.
-    batch = host.own_copies(batch, f"{_WHERE}: batch")
+    batch = host.own_copies(batch, f"{_CALLER}: batch")
 
     def put(leaf: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
         if processes.count() == 1 or mesh.spans_processes(leaf):

@@ -32,8 +32,9 @@ from jax.sharding import Mesh, PartitionSpec as P, Sharding, SingleDeviceShardin
 from .. import compression, sparse, updaters
 from .._core import checks
 from .._core.arguments import no_such_arguments
-from .._core.arrays import Device, PyTree, Recent, is_tracing
+from .._core.arrays import Device, PyTree, is_tracing
 from .._core.checks import Key, Keys
+from .._core.recent import Recent
 from .._core.transfers import allows_transfers
 from .._devices import mesh, processes
 from .._devices.mesh import assemble, copies_on, put, spans_processes, split_over, to_host

@@ -60,7 +60,7 @@ from ._fit.verify import (
     compute_again as _verify,  # noqa: F401
     verify as verify,
 )
-from ._plan.child import PlannedCollective as PlannedCollective
+from ._plan.compiled import PlannedCollective as PlannedCollective
 from ._plan.largest import largest_batch as largest_batch
 from ._plan.meshes import MeshComparison as MeshComparison, compare_meshes as compare_meshes
 from ._plan.plan import Plan as Plan, PlanComparison as PlanComparison, compare_plans as compare_plans, plan as plan

@@ -27,7 +27,7 @@ import numpy as np
 from jax.extend.core import Jaxpr
 from jax.typing import ArrayLike
 
-from .._core.arrays import Recent
+from .._core.recent import Recent
 from .._core.updater import Grads, Params, State
 from .._devices.user_mesh import outside_mesh
 from ._jaxprs import CALLS, Eqn, interpret, programs

@@ -13,8 +13,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._core import checks
-from .._core.arrays import KeyPath, PyTree, Recent
+from .._core.arrays import KeyPath, PyTree
 from .._core.functions import check_takes
+from .._core.recent import Recent
 from .._core.transfers import allows_transfers
 from .._core.updater import Grads, Params, State, UpdateFn, Updater
 from ._jaxprs import dependence

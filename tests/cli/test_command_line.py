@@ -17,7 +17,8 @@ from launched import python, refused
 
 import jaxpar
 from jaxpar import __main__ as command_line, data, models, train
-from jaxpar._cli import commands as other_commands, options, train as train_command
+from jaxpar._cli import commands as other_commands, train as train_command
+from jaxpar._core import options
 
 ROOT = Path(jaxpar.__file__).parents[1]
 COMMANDS = ("train", "plot", "plan", "port", "verify", "launch")

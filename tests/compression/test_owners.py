@@ -15,8 +15,8 @@ from test_compression import name_of
 
 from jaxpar import checkpoint, compression, kv, updaters
 from jaxpar._devices import collectives
-from jaxpar.compression import _base, _sums as compressed
-from jaxpar.compression._base import Grid
+from jaxpar.compression import _codes, _sums as compressed
+from jaxpar.compression._grid import Grid
 
 # ---- sums as integers
 
@@ -61,9 +61,9 @@ def test_codes_in_planes_and_lanes_come_back(bits):
 
     @jax.jit
     def there_and_back(rows, flat):
-        planes, lanes = [_base.pack_planes(codes, bits) for codes in rows], _base.pack_lanes(flat, bits)
-        back = [_base.in_order(_base.unpack_planes(x, bits), 1) for x in planes]
-        return planes, lanes, back, _base.unpack_lanes(lanes, bits, 13)
+        planes, lanes = [_codes.pack_planes(codes, bits) for codes in rows], _codes.pack_lanes(flat, bits)
+        back = [_codes.in_order(_codes.unpack_planes(x, bits), 1) for x in planes]
+        return planes, lanes, back, _codes.unpack_lanes(lanes, bits, 13)
 
     planes, lanes, unpacked, flat = there_and_back((short, long), short[0, :13])
     assert [(x.shape, x.dtype) for x in planes] == [((3, n * bits), jnp.uint32) for n in (2, 256)]

@@ -49,7 +49,7 @@ LAYERS = (
     "__main__",
 )
 PRIVATE = ("_core", "_cpu", "_devices", "_heartbeat", "_launch", "_store", "_cli")
-WITHOUT_JAX = ("_heartbeat", "_launch", *(f"_core.{m}" for m in ("text", "files", "process")))
+WITHOUT_JAX = ("_heartbeat", "_launch", *(f"_core.{m}" for m in ("text", "files", "options", "process")))
 # Rooms and modules that may touch the world.
 EDGE = """
     _core.files _core.process _core.text _heartbeat _launch _cli __main__ data checkpoint
@@ -130,7 +130,7 @@ def touches(module):
 HARMLESS = {
     "viz._trace": {"print", "sys"},  # print_summary prints
     "viz._read.source": {"os", "sys"},  # where Python's own files are
-    "_core.arrays": {"sys"},  # sys.modules
+    "_core.recent": {"sys"},  # sys.modules
     "kv._params": {"sys"},  # sys.modules
     "train._step.modules": {"sys"},  # sys.modules
     "mxnet._port": {"sys"},  # the names of Python's own modules

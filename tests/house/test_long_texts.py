@@ -10,7 +10,7 @@ import pytest
 
 from jaxpar import mxnet
 from jaxpar.mxnet import _graph
-from jaxpar.train._plan import child
+from jaxpar.train._plan import compiled
 from jaxpar.viz import _scopes
 from jaxpar.viz._diff import changes
 from jaxpar.viz._layout import net
@@ -49,7 +49,7 @@ TEXTS = {
     "numbers in a name": (net._NUMBER, re.Pattern.split, DOTS),
     "an array of a program": (hlo._ARRAY, re.Pattern.search, f"f{ONES}x"),
     "a head of a program": (hlo._HEAD, re.Pattern.match, "%a (" + ") -> " * (LONG // 5)),
-    "too much memory": (child._REFUSED, re.Pattern.search, DOTS),
+    "too much memory": (compiled._REFUSED, re.Pattern.search, DOTS),
 }
 
 

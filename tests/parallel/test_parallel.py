@@ -14,7 +14,7 @@ from kv_model import put, whole_numbers
 from launched import python
 
 from jaxpar import parallel
-from jaxpar.parallel import _devices
+from jaxpar.parallel import _arrays, _spmd
 
 _HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 HUGE_PAGES = _HUGE.read_text() if _HUGE.exists() else ""
@@ -144,7 +144,7 @@ def test_a_step_touches_no_new_pages_where_memory_is_kept():
 
 
 def test_memory_that_cannot_be_kept_is_said(monkeypatch):
-    monkeypatch.setattr(_devices, "keep_freed_memory", lambda: False)
+    monkeypatch.setattr(_arrays, "keep_freed_memory", lambda: False)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     with pytest.warns(RuntimeWarning, match="keep_memory needs the GNU C library"):
         parallel.use_cpu_devices(8, keep_memory=True)
@@ -153,7 +153,7 @@ def test_memory_that_cannot_be_kept_is_said(monkeypatch):
 def test_spmd_waits_for_its_inputs_where_older_jax_can_hang(monkeypatch):
     """A program with collectives that was started while its inputs were being computed hung in a notebook."""
     ready = []
-    monkeypatch.setattr(_devices, "wait_before_collectives", lambda args, devices: ready.append((args, devices)))
+    monkeypatch.setattr(_spmd, "wait_before_collectives", lambda args, devices: ready.append((args, devices)))
     devices, values = tuple(jax.devices()[:2]), jnp.arange(2.0)
     total = parallel.spmd(lambda x: jax.lax.psum(x, "i"), axis_name="i", devices=devices)
     assert total(values).tolist() == [1.0, 1.0]

@@ -17,7 +17,7 @@ from launched import python
 from world import run_on
 
 from jaxpar import data, kv, parallel, sparse, train, updaters, viz
-from jaxpar._core import arrays
+from jaxpar._core import recent
 
 DEVICES = jax.devices()[:2]
 PARAMS = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
@@ -36,7 +36,7 @@ def apply(params, images):
 @pytest.fixture
 def most_one(monkeypatch):
     """Caches of one entry fill at once."""
-    monkeypatch.setattr(arrays, "MOST", 1)
+    monkeypatch.setattr(recent, "MOST", 1)
 
 
 def own():
@@ -249,9 +249,9 @@ def test_one_function_is_compiled_once_by_spmd():
 
 
 def test_the_one_used_longest_ago_goes(monkeypatch):
-    monkeypatch.setattr(arrays, "MOST", 2)
+    monkeypatch.setattr(recent, "MOST", 2)
     made = []
-    double = arrays.Recent(lambda x: made.append(x) or 2 * x)
+    double = recent.Recent(lambda x: made.append(x) or 2 * x)
     assert [double(x) for x in (1, 2, 1, 3, 1, 2)] == [2, 4, 2, 6, 2, 4]
     assert made == [1, 2, 3, 2]
     assert double(1, make=False) == 2
@@ -264,7 +264,7 @@ def test_keys_that_cannot_be_compared_are_different():
         by: np.ndarray
 
     scales = [Scale(np.ones(2)), Scale(np.full(2, 3.0))]
-    of = arrays.Recent(lambda scale: scale.by[0])
+    of = recent.Recent(lambda scale: scale.by[0])
     assert [of(scale) for scale in (*scales, *scales)] == [1, 3, 1, 3]
 
 

@@ -454,6 +454,80 @@ def test_attention_without_dropout_has_no_mode():
         train.start(dropping, TX, cross_entropy)
 
 
+class Tuned(nnx.Module):
+    """A head on an encoder, which has batch norm and dropout. The head alone has no mode."""
+
+    def __init__(self, rngs, rate):
+        self.encoder, self.head = Normed(rngs, 0.5), nnx.Linear(3, 3, rngs=rngs)
+        self.drop = nnx.Dropout(rate, rngs=rngs) if rate else None
+
+    def __call__(self, x):
+        x = self.encoder(x)
+        return self.head(x if self.drop is None else self.drop(x))
+
+
+def tuned(rate=None):
+    """Its encoder is in evaluation mode, and its statistics are not those of a fresh one."""
+    model = Tuned(nnx.Rngs(0), rate)
+    model.encoder.norm.mean[...] = jnp.linspace(-1, 1, 8)
+    model.encoder.eval()
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"frozen": "encoder"},
+        *mostly_slow([{"frozen": lambda name, leaf: name.startswith("encoder/")}, {"wrt": nnx.PathContains("head")}]),
+    ],
+)
+def test_a_head_is_trained_on_a_frozen_encoder_in_evaluation_mode(options):
+    """Its dropout is off, its statistics stay, and no warning asks for `model.train()`, which would change both."""
+    heads = nnx.All(nnx.Param, nnx.PathContains("head"))
+    want, want_loss = by_nnx(tuned(), wrt=heads)
+    new, loss = trained(tuned(), **options)  # a warning is an error here
+    assert abs(loss - want_loss) < 1e-6
+    close(arrays(new), arrays(want), rtol=1e-6, atol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, arrays(new.encoder), arrays(tuned().encoder))
+    assert np.abs(new.head.kernel[...] - tuned().head.kernel[...]).max() > 1e-3
+
+
+def test_a_frozen_encoder_in_training_mode_is_trained_in_it():
+    """The mode is the user's own choice, as in Flax: frozen are the params alone."""
+    model = tuned()
+    model.encoder.norm.train()
+    new, _ = trained(model, frozen="encoder")
+    close(arrays(new), arrays(by_nnx(model, wrt=nnx.All(nnx.Param, nnx.PathContains("head")))[0]), rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_trained_in_evaluation_mode_beside_a_frozen_part_is_named():
+    model = tuned(rate=0.5)
+    train.start(model, TX, cross_entropy, frozen="encoder")  # its dropout is in training mode
+    model.eval()
+    words = r"the layers \[drop\] are not frozen and are in evaluation mode.* model.train\(\), and then put the frozen"
+    with pytest.warns(UserWarning, match=words):
+        train.start(model, TX, cross_entropy, frozen="encoder")
+    # A dropout without params belongs to the module around it, of which a part is trained here.
+    with pytest.warns(UserWarning, match=r"the layers \[drop, encoder/drop\] are"):
+        train.start(model, TX, cross_entropy, frozen=["encoder/first", "encoder/norm"])
+
+
+def test_a_frozen_part_of_equinox_may_be_in_evaluation_mode():
+    first, second, rng = *jax.random.split(jax.random.key(0)), jax.random.key(1)
+    body = eqx.nn.Sequential([eqx.nn.Linear(8, 8, key=first), eqx.nn.Dropout(0.5)])
+    models = {"body": eqx.nn.inference_mode(body), "head": eqx.nn.Linear(8, 3, key=second)}
+
+    def loss_fn(models, batch):
+        logits = jax.vmap(lambda x: models["head"](models["body"](x, key=rng)))(batch["x"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+    new, loss = trained(models, loss_fn, frozen="body")  # a warning is an error here
+    assert loss < float(loss_fn(models, BATCHES[-1]))
+    np.testing.assert_array_equal(new["body"].layers[0].weight, models["body"].layers[0].weight)
+    with pytest.warns(UserWarning, match=r"evaluation mode.* eqx.nn.inference_mode\(model, False\)$"):
+        train.start(models, TX, loss_fn)
+
+
 class Growing(nnx.Module):
     def __init__(self, rngs):
         self.out = nnx.Linear(8, 3, rngs=rngs)

@@ -21,8 +21,8 @@ from kv_model import collectives_in
 from jaxpar import kv, parallel, train, viz
 from jaxpar.__main__ import main
 from jaxpar._cli.commands import parse_choice
-from jaxpar.train._plan import child
-from jaxpar.train._plan.child import Slice
+from jaxpar.train._plan import accelerators, child, compiled
+from jaxpar.train._plan.accelerators import Slice
 
 COUNT = 4
 
@@ -49,7 +49,7 @@ def make(devices, kind="device", rows=16, read=False, fsdp=False, compression=No
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
     """CPU devices in place of those of a slice, and this process in place of the one that compiles."""
-    monkeypatch.setattr(child.Slice, "devices", lambda self: tuple(jax.devices()[:COUNT]))
+    monkeypatch.setattr(Slice, "devices", lambda self: tuple(jax.devices()[:COUNT]))
     for module in ("plan", "largest"):
         monkeypatch.setattr(f"jaxpar.train._plan.{module}.ask", lambda *request: _checked(*request))
 
@@ -58,7 +58,7 @@ def _checked(work, make, where, choices, caller):
     try:
         return work(make, where, choices, 0.75)
     except Exception as error:
-        raise ValueError(child.in_one_line(error)) from None
+        raise ValueError(compiled.in_one_line(error)) from None
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_what_each_layer_sends_on_several_meshes(choices):
     devices = {"cpu:2": 2, "cpu:8": 8, "v5e:2x2": COUNT}
     assert {on: step.devices for on, step in compared.steps.items()} == devices
     for on, count in devices.items():
-        *_, (stage,) = child.construct(make, tuple(jax.devices()[:count]), choices)
+        *_, (stage,) = compiled.construct(make, tuple(jax.devices()[:count]), choices)
         expected = sent_by(stage.traced.lower().compile().as_text(), count)
         found = {}
         for row in compared.rows:
@@ -250,8 +250,8 @@ def test_options_that_keep_parts_in_the_state_and_arrays_as_a_batch():
 
 
 def test_what_does_not_fit(monkeypatch):
-    chip = child.CHIPS["h100"]
-    monkeypatch.setitem(child.CHIPS, "h100", child.Chip(50_000, numbers=chip.numbers))
+    chip = accelerators.CHIPS["h100"]
+    monkeypatch.setitem(accelerators.CHIPS, "h100", accelerators.Chip(50_000, numbers=chip.numbers))
     plan = train.plan(make, on="h100:4")
     assert not plan.fits
     assert plan.peak_bytes > plan.limit_bytes == 37_500
@@ -422,8 +422,8 @@ def test_the_largest_batch_is_the_last_one_that_fits_by_its_program(monkeypatch)
     devices = jax.devices()[:1]
 
     def peak(size):
-        *_, (stage,) = child.construct(of, tuple(devices), {"batch_size": size})
-        return child.peak_bytes(stage.traced.lower().compile(), stage)
+        *_, (stage,) = compiled.construct(of, tuple(devices), {"batch_size": size})
+        return compiled.peak_bytes(stage.traced.lower().compile(), stage)
 
     limit = peak(1024) + 1000
     assert train.largest_batch(of, limit=limit, devices=devices, multiple_of=512) == 1024
@@ -440,8 +440,8 @@ def test_the_largest_batch_is_the_last_one_that_fits_by_its_program(monkeypatch)
         train.largest_batch(of, "h100:1", devices=devices)
     with pytest.raises(ValueError, match=r"unknown accelerator, on=0\.5; known are v4"):
         train.largest_batch(of, 0.5)
-    monkeypatch.setattr(child.Slice, "devices", lambda self: tuple(devices))
+    monkeypatch.setattr(Slice, "devices", lambda self: tuple(devices))
     assert train.largest_batch(of, "h100:1", limit, multiple_of=512) == 1024
-    chip = child.Chip(int(limit / 0.5 / 0.75) + 2, numbers=child.CHIPS["h100"].numbers)
-    monkeypatch.setitem(child.CHIPS, "h100", chip)
+    chip = accelerators.Chip(int(limit / 0.5 / 0.75) + 2, numbers=accelerators.CHIPS["h100"].numbers)
+    monkeypatch.setitem(accelerators.CHIPS, "h100", chip)
     assert train.largest_batch(of, "h100:1", 0.5, multiple_of=512) == 1024

@@ -17,7 +17,7 @@ from test_plan import compiler
 
 import jaxpar
 from jaxpar.train._plan import child
-from jaxpar.train._plan.child import Slice
+from jaxpar.train._plan.accelerators import Slice
 
 pytestmark = pytest.mark.slow
 

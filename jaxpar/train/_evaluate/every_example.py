@@ -21,7 +21,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from ... import data
 from ..._core import checks
-from ..._core.arrays import Device, PyTree, Recent
+from ..._core.arrays import Device, PyTree
+from ..._core.recent import Recent
 from ..._devices import processes, user_mesh
 from ..._devices.mesh import STORE_AXIS, copies_on, spans_processes, split_over, wait_before_collectives
 from .._step.modules import joined, take_apart

@@ -12,7 +12,9 @@ import jax
 from ..._core import checks
 from ..._core.arrays import Device
 from ..._devices import processes
-from .child import Slice, ask, construct, peak_bytes
+from .accelerators import Slice
+from .child import ask
+from .compiled import construct, peak_bytes
 from .plan import check_make
 
 _CALLER = "train.largest_batch"

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ..._core.text import Table, plural
-from .child import Slice, construct, in_one_line, picture_of
+from .accelerators import Slice
+from .compiled import construct, in_one_line, picture_of
 from .plan import check_make, plan, size_text
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ class MeshComparison:
         for on, step in self.steps.items():
             for layer in () if isinstance(step, str) else step.layers:
                 place.setdefault(layer.name, len(place))
-            for one in () if isinstance(step, str) else step.collectives:
-                sent = rows.setdefault((one.phase, one.layers, one.kind), {})
-                sent[on] = sent.get(on, 0) + one.sent_bytes
+            for collective in () if isinstance(step, str) else step.collectives:
+                sent = rows.setdefault((collective.phase, collective.layers, collective.kind), {})
+                sent[on] = sent.get(on, 0) + collective.sent_bytes
 
         def order(row: tuple[str, tuple[str, ...], str]) -> tuple[bool, int, int]:
             return not row[1], min((place.get(name, len(place)) for name in row[1]), default=0), len(row[1])
@@ -60,7 +61,7 @@ class MeshComparison:
     def sent_bytes(self) -> dict[str, int]:
         """Bytes that a device sends in a step, by mesh."""
         drawn = {on: step for on, step in self.steps.items() if not isinstance(step, str)}
-        return {on: sum(one.sent_bytes for one in step.collectives) for on, step in drawn.items()}
+        return {on: sum(collective.sent_bytes for collective in step.collectives) for on, step in drawn.items()}
 
     def plot(self, on: str) -> viz.Plot:
         """The picture of the step on one of the meshes, as of `viz.plot_step`. `ValueError` where there is none."""
@@ -146,11 +147,24 @@ def compare_meshes(make: Callable[..., Any], on: Sequence[str], **choices: Any) 
     check_make(make, "train.compare_meshes")
     if isinstance(on, str):
         raise TypeError(f"train.compare_meshes: on must be a list of meshes, got {on!r}; write [{on!r}, ...]")
-    cpus = {name: _cpus(name) for name in on if str(name).startswith("cpu")}
+
+    # A wrong name is said before any work.
+    cpus: dict[str, tuple[Any, ...]] = {}  # the CPU devices of this process that a name asks for
     for name in on:
-        if name not in cpus:
-            Slice(name, "train.compare_meshes")  # its `ValueError` comes before any work
-    pictures: dict[str, Any] = {}
+        if not str(name).startswith("cpu"):
+            Slice(name, "train.compare_meshes")
+            continue
+        if (asked := _CPUS.fullmatch(name)) is None:
+            raise ValueError(f"train.compare_meshes: unknown mesh {name!r}; write cpu:8 for eight CPU devices")
+        devices, count = jax.devices("cpu"), int(asked[1])
+        if len(devices) < count:
+            raise ValueError(
+                f"train.compare_meshes: {name!r} is more than the {plural(len(devices), 'CPU device')} of this "
+                f"process; call jaxpar.parallel.use_cpu_devices({count}) before anything of JAX runs"
+            )
+        cpus[name] = tuple(devices[:count])
+
+    pictures: dict[str, Any] = {}  # the step and the network on each, or words why there is none
     for name in on:
         try:
             picture = _on_cpus(make, cpus[name], choices) if name in cpus else plan(make, name, **choices)._picture
@@ -159,20 +173,6 @@ def compare_meshes(make: Callable[..., Any], on: Sequence[str], **choices: Any) 
         pictures[name] = picture
     steps = {name: picture if isinstance(picture, str) else picture[0] for name, picture in pictures.items()}
     return MeshComparison(steps, pictures)
-
-
-def _cpus(name: str) -> tuple[Any, ...]:
-    """The CPU devices of this process that a name asks for."""
-    asked = _CPUS.fullmatch(name)
-    if asked is None:
-        raise ValueError(f"train.compare_meshes: unknown mesh {name!r}; write cpu:8 for eight CPU devices")
-    devices, count = jax.devices("cpu"), int(asked[1])
-    if len(devices) < count:
-        raise ValueError(
-            f"train.compare_meshes: {name!r} is more than the {plural(len(devices), 'CPU device')} of this process; "
-            f"call jaxpar.parallel.use_cpu_devices({count}) before anything of JAX runs"
-        )
-    return tuple(devices[:count])
 
 
 def _on_cpus(make: Callable[..., Any], devices: tuple[Any, ...], choices: dict[str, Any]) -> Any:

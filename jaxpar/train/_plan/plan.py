@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..._core.text import Table, describe
 from .._step.train_step import TrainStep
-from .child import PlannedCollective, Slice, ask, examine
+from .accelerators import Slice
+from .child import ask
+from .compiled import PlannedCollective, examine
 
 if TYPE_CHECKING:
     from ... import viz

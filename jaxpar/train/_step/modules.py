@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.arrays import PyTree, is_prng_key
+from ..._core.portable import path_name
 from .loss import Batch, run_loss
 from .state import carries
 
@@ -57,7 +58,52 @@ class Parts(NamedTuple):
     params: PyTree
     model_state: PyTree  # what a call of the module may change, or ()
     frozen: PyTree  # for each param whether `wrt` leaves it out. None without `wrt`.
-    is_in_evaluation_mode: bool  # all of its layers that have a mode, if some have
+    modes: list[Mode]  # of its layers that have one
+
+
+class Mode(NamedTuple):
+    """The mode of a layer that computes something else in training than in evaluation, such as a batch norm."""
+
+    layer: str  # its path, `encoder/norm`. Empty for the model itself
+    is_evaluation: bool
+    changes_nothing: bool  # a dropout of rate 0 is the same in both modes
+
+    @classmethod
+    def of(cls, layer: Any, path: str, names: Iterable[str]) -> list[Mode]:
+        """By the attributes of the layer with these names, of which some may be None until they are set."""
+        # Dropout of Flax has a `rate`, its attention a `dropout_rate`, and dropout of Equinox a `p`.
+        rates = [getattr(layer, name, None) for name in ("rate", "dropout_rate", "p")]
+        drops_nothing = any(isinstance(rate, (int, float)) and rate == 0 for rate in rates)
+        flags = [getattr(layer, name, None) for name in names]
+        return [cls(path, flag, drops_nothing) for flag in flags if isinstance(flag, bool)]
+
+
+def trained_in_evaluation_mode(modes: list[Mode], is_trained: dict[str, bool]) -> list[str]:
+    """The layers that are trained in evaluation mode, by their paths, if all are that have a mode.
+
+    Then nobody has called `model.train()`, while one layer of many may be meant so. `is_trained` says it of each param,
+    by its name. Layers of a frozen part do not count: its mode is a choice. An encoder in evaluation mode has no
+    dropout, and its running statistics stay.
+    """
+    # Whether a module has a trained param, for each module that has params at all.
+    has_trained: dict[str, bool] = {}
+    for name, is_one in is_trained.items():
+        parts = name.split("/")
+        for depth in range(len(parts) + 1):
+            module = "/".join(parts[:depth])  # the model itself is the empty path
+            has_trained[module] = has_trained.get(module, False) or is_one
+
+    counted: list[Mode] = []
+    for mode in modes:
+        # A layer without params, as dropout is, is of the module around it.
+        module = mode.layer
+        while module not in has_trained:
+            module = module.rpartition("/")[0]
+        if has_trained[module]:
+            counted.append(mode)
+    if not all(mode.is_evaluation for mode in counted):
+        return []
+    return [mode.layer or "the model itself" for mode in counted if not mode.changes_nothing]
 
 
 Axes = str | tuple[str, ...]
@@ -125,9 +171,12 @@ class OfNnx:
                 raise ValueError(f"train.start: the model has a random key in {name!r}; make it a stream, as nnx.Rngs")
         frozen = None if wrt is None else _frozen(params, nnx().state(model, wrt), wrt)
         leaves, structure = jax.tree.flatten(streams)
-        layers = cls._layers(model)
+        modes: list[Mode] = []
+        for path, layer in nnx().iter_graph(model):
+            if isinstance(layer, nnx().Module):
+                modes += Mode.of(layer, "/".join(map(str, path)), ("deterministic", "use_running_average"))
         module = cls(graph, tuple(map(Constant.of, leaves)), structure, wrt, axes)
-        return Parts(module, params, _or_none(model_state), frozen, _are_in_evaluation(layers, _MODES_OF_NNX))
+        return Parts(module, params, _or_none(model_state), frozen, modes)
 
     @staticmethod
     def _filters(wrt: Any) -> tuple[Any, ...]:
@@ -135,13 +184,9 @@ class OfNnx:
         return nnx().RngState, nnx().Param if wrt is None else nnx().Any(nnx().Param, wrt), ...
 
     @staticmethod
-    def _layers(model: Any) -> list[Any]:
-        return [node for _, node in nnx().iter_graph(model) if isinstance(node, nnx().Module)]
-
-    @staticmethod
     def _norms(model: Any) -> list[Any]:
         """Each batch norm that is trained by the statistics of a batch and has no axes of devices."""
-        norms = [layer for layer in OfNnx._layers(model) if isinstance(layer, nnx().BatchNorm)]
+        norms = [node for _, node in nnx().iter_graph(model) if isinstance(node, nnx().BatchNorm)]
         return [norm for norm in norms if norm.axis_name is None and not norm.use_running_average]
 
     def _join(self, params: PyTree, model_state: PyTree, rng: jax.Array | None) -> Any:
@@ -230,12 +275,13 @@ class OfEquinox:
         # hash, which an array does not: a random key is kept as a `Constant`.
         params, static = equinox().partition(model, _is_param)
         frozen = None if wrt is None else _frozen(params, equinox().filter(model, wrt), wrt)
-        layers = _with(model, lambda x: isinstance(getattr(x, "inference", None), bool))
         leaves, structure = jax.tree.flatten(static)
         leaves = [Constant.of(x) if is_prng_key(x) else x for x in leaves]
-        return Parts(
-            cls(tuple(leaves), structure, axes), params, (), frozen, _are_in_evaluation(layers, ("inference",))
-        )
+        modes: list[Mode] = []
+        has_mode = lambda x: isinstance(getattr(x, "inference", None), bool)  # noqa: E731
+        for path, layer in jax.tree_util.tree_leaves_with_path(model, is_leaf=has_mode):
+            modes += Mode.of(layer, path_name(path), ("inference",))
+        return Parts(cls(tuple(leaves), structure, axes), params, (), frozen, modes)
 
     def _join(self, params: PyTree) -> Any:
         static = self.structure.unflatten([x.array() if isinstance(x, Constant) else x for x in self.leaves])
@@ -308,7 +354,6 @@ def joined(*arguments: Any) -> tuple[Any, ...]:
 
 
 _OF_STREAMS = 2**32 - 1  # what draws streams out of the key of a share. Microbatches and users count from 0.
-_MODES_OF_NNX = ("deterministic", "use_running_average")
 
 
 def _drawn(keys: jax.Array, bits: jax.Array) -> jax.Array:
@@ -325,21 +370,6 @@ def _frozen(params: PyTree, trained: PyTree, wrt: Any) -> PyTree:
     if not paths:
         raise ValueError(f"train.start: wrt={wrt!r} chooses no array of the model, so nothing would be trained")
     return jax.tree_util.tree_map_with_path(lambda path, _: path not in paths, params)
-
-
-def _are_in_evaluation(layers: list[Any], modes: tuple[str, ...]) -> bool:
-    """Whether all layers with a mode are in evaluation mode, and one of them is another one in training."""
-    # Some modes are None until they are set.
-    flags = [(layer, getattr(layer, mode, None)) for layer in layers for mode in modes]
-    flags = [(layer, flag) for layer, flag in flags if isinstance(flag, bool)]
-    return all(flag for _, flag in flags) and any(not _drops_nothing(layer) for layer, _ in flags)
-
-
-def _drops_nothing(layer: Any) -> bool:
-    """Whether it is a dropout of rate 0, which is the same in both modes."""
-    # Dropout of Flax has a `rate`, its attention a `dropout_rate`, and dropout of Equinox a `p`.
-    rates = [getattr(layer, name, None) for name in ("rate", "dropout_rate", "p")]
-    return any(isinstance(rate, (int, float)) and rate == 0 for rate in rates)
 
 
 def _with(model: Any, is_such: Callable[[Any], bool]) -> list[Any]:

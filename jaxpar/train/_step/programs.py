@@ -22,7 +22,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding
 
 from ..._core import checks, host
-from ..._core.arrays import Device, forget, is_tracing
+from ..._core.arrays import Device, is_tracing
+from ..._core.recent import forget
 from ..._cpu import IS_KEPT, for_platform, in_blocks
 from ..._devices.mesh import STORE_AXIS, are_on, put, put_copy, wait_before_collectives
 from ..._devices.user_mesh import without_types

@@ -20,7 +20,8 @@ from jax.typing import DTypeLike
 from ... import kv
 from ..._core import checks
 from ..._core.arguments import no_such_arguments, renamed_arguments
-from ..._core.arrays import Device, PyTree, Recent, tree_nbytes
+from ..._core.arrays import Device, PyTree, tree_nbytes
+from ..._core.recent import Recent
 from ..._core.text import Table
 from ..._core.transfers import allows_transfers
 from ..._core.updater import Updater
@@ -729,7 +730,7 @@ def start(
     module, params, loss = (), model, loss_fn
     axes = axis_name if isinstance(axis_name, str) else tuple(axis_name)
     if (module_parts := modules.take_apart(model, wrt, axes)) is not None:
-        module, params, state_of_module, frozen_by_wrt, is_in_evaluation_mode = module_parts
+        module, params, state_of_module, frozen_by_wrt, _ = module_parts
         check_loss_fn(loss_fn, "train.start")
         if isinstance(module, modules.OfNnx):
             if carries(model_state):
@@ -747,10 +748,6 @@ def start(
                     f"train.start: with {apart}= a batch norm has the statistics of one share of the batch, since "
                     f"shares know nothing of each other; write sync_batch_norm=False, or leave out {apart}="
                 )
-        if is_in_evaluation_mode:
-            what = "it trains without dropout and with the running statistics of batch norm"
-            hint = f"to train it in the other mode, first call {module.to_train}"
-            warnings.warn(f"train.start: the model is in evaluation mode, so {what}; {hint}", stacklevel=1)
         loss: Any = modules.ModuleLoss(loss_fn, module)
     elif wrt is not None:
         raise ValueError(f"train.start: wrt={wrt!r} is for a whole nnx.Module or eqx.Module; of params give frozen=")
@@ -792,6 +789,19 @@ def start(
             f"train.start: no param is floating, so none would be trained; they are {', '.join(dtypes)}: write them as "
             "jnp.zeros(n), or with .astype(jnp.float32)"
         )
+    if module_parts is not None:
+        trained = set(trained_keys(store))
+        is_trained = {name: key in trained for key, name in store.paths}
+        if layers := modules.trained_in_evaluation_mode(module_parts.modes, is_trained):
+            which, hint = "the model is", f"first call {module_parts.module.to_train}"
+            if store.frozen:
+                which = f"the layers {checks.shorten(layers)} are not frozen and are"
+                hint += ", and then put the frozen part into evaluation mode again, where it is to stay in it"
+            warnings.warn(
+                f"train.start: {which} in evaluation mode, which trains without dropout and with the "
+                f"running statistics of batch norm; to train in the other mode, {hint}",
+                stacklevel=1,
+            )
     if compression is not None:
         store = kv.set_gradient_compression(store, compression)
     state = create_state(store, rng, devices=devices, grad_transform=grad_transform, model_state=model_state)

@@ -21,7 +21,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
 
 from ... import checkpoint, kv
-from ..._core.arrays import Device, PyTree, Recent, is_traced, tree_nbytes, without_keys
+from ..._core.arrays import Device, PyTree, is_traced, tree_nbytes, without_keys
+from ..._core.recent import Recent
 from ..._cpu import for_platform
 from ..._devices import collectives
 from ..._devices.mesh import (

@@ -10,18 +10,23 @@ The name of a field is that of its option, and its type says how the text is rea
 What argparse needs beyond that stands beside the default and the help:
 
     keep: int = option(3, "how many of the latest checkpoints stay", metavar="N")
+
+No JAX here.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import types
 import typing
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from .._core import files
+from . import files
+from .text import did_you_mean
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -76,6 +81,24 @@ def read(args: argparse.Namespace, options: type[Options]) -> Options:
     return options(**{name: tuple(value) if isinstance(value, list) else value for name, value in not_none.items()})
 
 
+def number(kind: type[int] | type[float], least: float = 0, above: bool = False) -> Callable[[str], float]:
+    """A parser of a finite number of at least `least`, or above it."""
+    size = f"above {least}" if above else f"of {least} or more"
+    expected = f"{'an int' if kind is int else 'a number'} {size}"
+    most = 2**63 if kind is int else math.inf
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (value > least or (value == least and not above)) or value >= most:
+            raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}")
+        return value
+
+    return parse
+
+
 def path(text: str) -> Path:
     """The path of an option. One on another system is refused."""
     try:
@@ -96,3 +119,29 @@ def _keywords(hint: Any) -> dict[str, Any]:
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     return {} if hint is str else {"type": path if hint is Path else hint}
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Writes the default of an option after its help, unless the help has it or there is none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = (action.help or "").removesuffix(" (default: %(default)s)")  # as some versions of argparse write it
+        shown = action.default is not None and action.default is not argparse.SUPPRESS and action.option_strings
+        if not shown or "(default" in text:
+            return text
+        default = "%(default)s"
+        if isinstance(action.default, bool):
+            default = "yes" if action.default else "no"
+        return f"{text} (default: {default})"
+
+
+def parse(parser: argparse.ArgumentParser, command_line: Sequence[str]) -> argparse.Namespace:
+    """The arguments. An option that a command does not have ends with status 2 and the nearest that it has."""
+    arguments, unknown = parser.parse_known_args(command_line)
+    if unknown:
+        wrong = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
+        # The parser of the command, which a parser of several commands leaves in the arguments.
+        command: argparse.ArgumentParser = getattr(arguments, "parser", parser)
+        hint = did_you_mean(wrong, command._option_string_actions)
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    return arguments
