@@ -124,7 +124,7 @@ def arguments_of(
     taken = jax.tree.leaves(compiled.input_shardings[0])
     direct = len(taken) == len(leaves)
     shardings = taken if direct else [getattr(leaf, "sharding", None) for leaf in leaves]
-    inside = {} if direct else {entry.argument: entry.arrays[0].shape for entry in program.arguments if entry.argument}
+    inside = {} if direct else {entry.op_name: entry.arrays[0].shape for entry in program.arguments if entry.op_name}
     return tuple(_argument(*entry, inside) for entry in zip(names, leaves, shardings, strict=True))
 
 
