@@ -290,6 +290,33 @@ def test_what_gathers_params_is_no_layer():
     assert {one.bytes * (4 if one.kind == "all-gather" else 1) for one in of_one} <= {full}
 
 
+@pytest.mark.parametrize("engine", ["shard_map", pytest.param("jit", marks=pytest.mark.slow)])
+def test_the_padding_of_rows_is_no_param(engine):
+    """Kind "sharded" cuts 15 and 3 elements into four rows, of 4 and of 1."""
+    params = {"odd": {"w": np.ones((5, 3), np.float32), "b": np.ones(3, np.float32)}}
+    loss = lambda p, batch, rng: ((dense(p["odd"], batch) ** 2).mean(), {})  # noqa: E731
+    where = {"devices": jax.devices()[:4], "kind": "sharded", "engine": engine}
+    state, made = train.start(params, optax.adam(0.1), loss, **where)
+    assert [value.size for value in state.store.values.values()] == [4, 16]
+    plot = viz.plot_step(made, state, np.ones((8, 5), np.float32))
+    assert [layer.params for layer in plot.step.layers if layer.params] == [18]
+    assert plot.step.total_params == 18
+    assert "18 params" in m.words(plot)
+
+
+def test_sums_before_a_transform_are_each_of_its_layer():
+    """Kind "sharded" gathers what it has summed for `grad_transform`, which reads the gradients of all layers."""
+    options = {"kind": "sharded", "grad_transform": optax.clip_by_global_norm(1.0), "devices": jax.devices()[:4]}
+    state, made = train.start(arguments()[0], optax.adam(0.1), lambda p, b, rng: (loss_fn(p, b), {}), **options)
+    graph = viz.trace_step(made, state, arguments()[2])
+    sums = [one for one in graph.collectives if one.phase == "gradients"]
+    assert {one.kind for one in sums} == {"reduce-scatter", "all-gather"}
+    weights = {"reduce-scatter": WIDTH * WIDTH * 4, "all-gather": WIDTH * WIDTH}
+    of_weights = sorted((one.kind, *one.layers) for one in sums if one.bytes == weights[one.kind])
+    assert of_weights == sorted((kind, f"layer{number}") for kind in weights for number in range(LAYERS))
+    assert [one.op for one in graph.optimizers] == ["Adam"]  # and no box for the number of a device
+
+
 @pytest.mark.slow
 def test_params_that_the_compiler_gathers_are_those_of_the_layer():
     """The engine jit hands whole arrays to its program, which names them otherwise, and XLA fuses what reads them."""
@@ -372,6 +399,26 @@ def test_lenet_of_kind_sharded_is_one_screen_with_the_names_of_its_layers():
     words = m.words(plot)
     assert "all-gather together" in words
     assert "with conv1" in words
+
+
+def test_layers_without_a_gradient_are_rows_too():
+    """A frozen network before the trained one, as of a GAN's discriminator, was 1,479 points high."""
+    split = {"w": np.ones((WIDTH, WIDTH), np.float32), "b": np.ones(WIDTH, np.float32)}
+    frozen = {name: {f"dense{at}": split for at in range(4)} for name in ("first", "second", "third")}
+
+    def loss(params, x):
+        for name, block in frozen.items():
+            with jax.named_scope(name):
+                for part in block.values():
+                    x = jnp.tanh(dense(part, x))
+        return jnp.square(dense(params["head"], jax.lax.stop_gradient(x))).mean()
+
+    def update(params, x):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params, x))
+
+    plot = viz.plot_step(update, {"head": split}, np.ones((32, WIDTH), np.float32), repeats=False)
+    assert len(plot.step.layers) <= 12, [layer.name for layer in plot.step.layers]
+    assert float(re.search(rb'<svg width="\d+pt" height="(\d+)pt"', plot.pipe("svg"))[1]) < 1125
 
 
 def test_boxes_as_high_as_the_bytes_that_are_live_and_what_remat_computes_again():

@@ -75,8 +75,8 @@ def phases_of(net: Net) -> Phases:
             row.gathered.append(draft)
     for draft in (draft for draft in net.layers if phases.of[draft.at] == "optimizer"):
         # What hands gradients on to an optimizer reads no parameters and returns no new state, or is a collective.
-        updates = draft.op not in COLLECTIVES and (draft.weights or any(name not in results for name in draft.outputs))
-        (phases.glue if draft.at in after and not updates else phases.optimizers).append(draft)
+        hands_on = draft.at in after and not draft.weights and all(name in results for name in draft.outputs)
+        (phases.glue if draft.op in COLLECTIVES or hands_on else phases.optimizers).append(draft)
     # A metric may pass a sum over the devices, which packs it with others. So its layers are all that reach the sum.
     updated = {draft.at for draft in phases.optimizers}
     above = {at: {} if at in phases.row_of or at in updated else read for at, read in sources.items()}

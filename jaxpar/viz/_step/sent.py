@@ -112,8 +112,8 @@ class Placing:
     def _by_parameter(self, instruction: Instruction, number: int | None) -> list[int]:
         """The layers of the parameter that a gradient changes, through elementwise instructions of its size.
 
-        A device may go on with its own part of the gradient. None where several parameters are read on the way, or
-        none.
+        A device may go on with its own part of the gradient, or gather the parts of all. None where several parameters
+        are read on the way, or none.
         """
         sizes = {instruction.arrays[number or 0].size}
         work: list[Value] = self.places.near([(instruction.name, number)], back=False)
@@ -122,7 +122,8 @@ class Placing:
             if names or not work:
                 return sorted(self._readers[names.pop()]) if len(names) == 1 else []
             near = [self.program[name] for name, _ in work]
-            sizes |= {near_one.arrays[0].size for near_one in near if near_one.opcode == "dynamic-slice"}
+            cuts_or_gathers = (one for one in near if one.opcode == "dynamic-slice" or kind_of(one) == "all-gather")
+            sizes |= {array.size for one in cuts_or_gathers for array in one.arrays}
             same = [
                 (near_one.name, at)
                 for near_one, (_, at) in zip(near, work, strict=True)

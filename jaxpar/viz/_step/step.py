@@ -29,10 +29,10 @@ from .._program.hlo import Program, program_of
 from .._program.memory import StepMemory, memory_of
 from .._program.sends import sends_of
 from .._trace import all_layers, close
-from .edges import arguments_of, device_count, edges_of, mesh_of
+from .edges import arguments_of, device_count, edges_of, mesh_of, padding_of
 from .gathered import read_as_params
 from .graph import StepGraph, StepLayer, StepPart
-from .phases import Row
+from .phases import Row, phases_of
 from .places import Places
 from .profile import Profile, check_profile, seconds_of
 from .sent import Placing
@@ -235,8 +235,8 @@ def read_step(
 
 
 def _has_rows(net: Net, most: int) -> bool:
-    """Whether a step has at most so many rows, one for each layer with a gradient."""
-    return len({draft.layer.at for draft in net.layers if draft.forward is not None}) <= most
+    """Whether a step has at most so many rows, one for each layer of the forward pass."""
+    return len(phases_of(net).rows) <= most
 
 
 def _graph_of(
@@ -262,7 +262,10 @@ def _graph_of(
     part = functools.partial(_part, places, _peaks(places, live), seconds_of(seconds_or_folder, places))
     leaf_names = [value.name for value in net.raw.values[: len(jax.tree.leaves(args))]]
     network = to_graph(net)
-    counted = {node.name: node.params for node in network.nodes}
+    padding = padding_of(leaf_names, args)
+    counted = {
+        node.name: node.params - sum(padding.pop(weight, 0) for weight in node.weights) for node in network.nodes
+    }
     graph = StepGraph(
         layers=tuple(_layer(places, row, counted, part) for row in phases.rows),
         optimizers=tuple(_layer(places, Row(draft), {}, part) for draft in phases.optimizers),
@@ -271,7 +274,7 @@ def _graph_of(
         arguments=arguments_of(program, compiled, leaf_names, args),
         mesh=tuple(mesh.items()),
         devices=devices,
-        total_params=network.total_params,
+        total_params=sum(counted.values()),
         memory=memory,
     )
     return graph, network
