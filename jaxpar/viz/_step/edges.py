@@ -15,13 +15,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from ..._core.arrays import PyTree
-from .._draw.style import is_update
-from .._graph import BACKWARD, Node
+from .._graph import BACKWARD
 from .._layout.net import Draft
 from .._program.hlo import Program
 from .._read.bind import is_store
 from .._searches import reach
 from .graph import Phase, StepArgument, StepEdge
+from .phases import changes_params
 from .places import Places, is_part, primitive_of
 
 _MAPPED = ("pmap ", "shard_map ")
@@ -73,10 +73,8 @@ def _gradients(places: Places) -> list[StepEdge]:
         readers.setdefault(source, []).append((target, value))
     goals = {draft.at for draft in phases.optimizers}
     # Codes of compressed gradients are new state too, and stand before the optimizer.
-    hands_on = [
-        *phases.glue,
-        *(draft for draft in phases.optimizers if not is_update(Node(draft.op, draft.op, draft.detail))),
-    ]
+    params = {weight for row in phases.rows for each in (row.draft, *row.gathered) for weight in each.weights}
+    hands_on = [*phases.glue, *(draft for draft in phases.optimizers if not changes_params(draft, params))]
     on = {draft.at: [target for target, _ in readers.get(draft.at, ())] for draft in hands_on}
     edges: dict[tuple[str, str], StepEdge] = {}
     for row in phases.rows:

@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
+from .._draw import style
+from .._fold.calls import OPTIMIZERS
 from .._fold.cells import COLLECTIVES
-from .._graph import BACKWARD
+from .._graph import BACKWARD, Node
 from .._layout.net import Draft, Net
 from .._read.raw import Raw
 from .._searches import reach, readers
-from .graph import Phase
+from .graph import Phase, StepLayer
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +93,15 @@ def phases_of(net: Net) -> Phases:
         sorted(phases.metrics.items(), key=lambda metric: metric[0] != "loss")
     )  # the loss comes first
     return phases
+
+
+def changes_params(box: Draft | StepLayer, params: Set[int] | Set[str]) -> bool:
+    """Whether a box behind the gradients changes params: a known optimizer, or an update that reads some of them.
+
+    The codes of compressed gradients, in kind "sharded" an array for each gradient, read no params.
+    """
+    is_update = style.is_update(Node(box.op, box.op, box.detail))
+    return is_update and (box.op in OPTIMIZERS or not params.isdisjoint(box.weights))
 
 
 def _gathers(net: Net, sources: Mapping[int, Iterable[int]], readers_of: Mapping[int, Iterable[int]]) -> set[int]:

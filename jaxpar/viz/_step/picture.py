@@ -21,6 +21,7 @@ from .._scopes import Path, paths_of
 from .._searches import reach
 from .graph import Collective, StepEdge, StepGraph, StepLayer, StepPart, sends_text
 from .marks import LINE, Line, Point, curve, label, line, node, size
+from .phases import changes_params
 from .words import cost, edge_text, layer_lines, tooltip, weights_text
 
 _GAP, _LANE = 26.0, 12.0  # points
@@ -266,7 +267,8 @@ class _Drawing:
             self.wall = min(edges), max([*edges, *along_y])
         # What prepares or checks an update, such as the codes of compressed gradients, is one box below the optimizers.
         updates = self.graph.optimizers
-        known = [one for one in updates if style.is_update(Node(one.name, one.op, one.detail))] or list(updates)
+        params = {weight for layer in self.graph.layers for weight in layer.weights}
+        known = [one for one in updates if changes_params(one, params)] or list(updates)
         self.known = {one.name for one in known}
         others = [one for one in updates if one not in known]
         taken = [(self.results_y, size(self.results)[1])] if self.results else []
