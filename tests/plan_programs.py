@@ -162,7 +162,8 @@ def case(name, where, devices, options):
     compiled = [program.compile() for program in programs]
     texts = [one.as_text() for one in compiled]
     last = of_plan._memory(compiled[-1:], [DeviceProgram(None)], where, {"limit_bytes": where.limit(0.75)})
-    sends = [one for text in texts for one in viz._sends_of(viz._parse_program(text), mesh, len(devices))]
+    read = [viz._program_of(one) for one in compiled]
+    sends = [one for program in read for one in viz._sends_of(program, mesh, len(devices))]
     return {
         "sends": [(one.kind, list(one.axes), one.sent, one.times) for one in sends],
         "peak": last["peak_bytes"],
@@ -170,7 +171,7 @@ def case(name, where, devices, options):
         "returned": last["returned_bytes"],
         "arguments": last["argument_bytes"],
         "temporary": last["temporary_bytes"],
-        "cycles": sum(viz._cycles_of(viz._parse_program(text)) or 0 for text in texts),
+        "cycles": sum(viz._cycles_of(program) or 0 for program in read),
         "wide": sorted({found for text in texts for found in re.findall(r"= \(?([suf]64|c128)\[", text)}),
         "calls": sorted({found for text in texts for found in re.findall(r'custom_call_target="([^"]*)"', text)}),
         "host": [word for word in ("infeed", "outfeed", "is_host_transfer=true") if any(word in t for t in texts)],

@@ -40,7 +40,7 @@ from ._graph import Edge as Edge, Graph as Graph, Node as Node, Sizes as Sizes
 from ._lazy import *  # `Plot`, which loads graphviz
 from ._nonfinite.find import first_nonfinite as first_nonfinite
 from ._nonfinite.found import Nonfinite as Nonfinite
-from ._program.hlo import cycles_of as _cycles_of, parse as _parse_program
+from ._program.hlo import cycles_of as _cycles_of, program_of as _program_of
 from ._program.memory import StepMemory as StepMemory
 from ._program.sends import sends_of as _sends_of
 from ._read.costs import body_cost as _body_cost

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from jaxpar import train
 from jaxpar._cpu import in_blocks
 from jaxpar.train._step import programs
-from jaxpar.viz._program.memory import integer, message, nested
+from jaxpar.viz._program.proto import integer, message, nested
 
 MB = 250_000  # float32 numbers
 OPTION = "xla_multiheap_size_constraint_per_heap"

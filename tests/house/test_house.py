@@ -53,7 +53,7 @@ WITHOUT_JAX = ("_heartbeat", "_launch", *(f"_core.{m}" for m in ("text", "files"
 # Rooms and modules that may touch the world.
 EDGE = """
     _core.files _core.process _core.text _heartbeat _launch _cli __main__ data checkpoint
-    mxnet._records mxnet._symbol distributed viz._draw viz._step.step train._callbacks train._evaluate
+    mxnet._records mxnet._symbol distributed viz._draw viz._step.profile viz._step.step train._callbacks train._evaluate
     train._elastic train._fit train._plan train._runs free_running
 """.split()
 WORLD = {"os", "sys", "socket", "threading", "signal", "time", "subprocess", "select", "io", "tempfile", "shutil"}

@@ -47,8 +47,8 @@ TEXTS = {
     "a numbered weight": (changes._NUMBERED, re.Pattern.search, ONES + "x"),
     "a numbered scope": (_scopes._END, re.Pattern.search, f"a{ONES}-{ONES}x"),
     "numbers in a name": (net._NUMBER, re.Pattern.split, DOTS),
-    "an array of a program": (hlo._ARRAY, re.Pattern.search, f"f{ONES}x"),
-    "a head of a program": (hlo._HEAD, re.Pattern.match, "%a (" + ") -> " * (LONG // 5)),
+    "the passes of a loop": (hlo._TRIPS, re.Pattern.search, '"known_trip_count":{"n":"' * (LONG // 20)),
+    "the cycles of a program": (hlo._CYCLES, re.Pattern.search, f'"estimated_cycles":"{ONES}'),
     "too much memory": (compiled._REFUSED, re.Pattern.search, DOTS),
 }
 

@@ -12,7 +12,7 @@ from kv_model import FOUR, assert_unchanged, collectives_in, compilations, on_me
 from world import by_hand, close, line, sgd, squares, trained, update_of
 
 from jaxpar import checkpoint, kv, sparse, train, updaters
-from jaxpar.viz._program.hlo import parse
+from jaxpar.viz._program.hlo import program_of
 
 SHAPE = (2, 3)
 few = settings(max_examples=8, deadline=None)
@@ -336,9 +336,9 @@ def test_a_step_that_is_skipped_pushes_nothing():
 # ---- what the compiled step waits for
 
 
-def needed(text, op):
+def needed(compiled, op):
     """The names of the parameters of a compiled program that its collectives of a sort depend on."""
-    program = parse(text)
+    program = program_of(compiled)
     entry = program.computations[program.entry].instructions
     to_see = [name for name in entry if entry[name].opcode in (op, f"{op}-start")]
     assert to_see
@@ -348,7 +348,7 @@ def needed(text, op):
         if name in entry and name not in seen:
             seen.add(name)
             to_see += entry[name].operands
-    return {entry[name].argument for name in seen if entry[name].opcode == "parameter"}
+    return {entry[name].op_name for name in seen if entry[name].opcode == "parameter"}
 
 
 def arguments_of(state, field, count):
@@ -363,18 +363,18 @@ def arguments_of(state, field, count):
 @pytest.mark.sampled(1)
 def test_the_all_reduce_needs_nothing_of_this_step(engine):
     step = train.make_train_step(squares, engine=engine)
-    late, prompt = (step.lower(start(n, sgd()), line()).compile().as_text() for n in (1, 0))
+    late, prompt = (step.lower(start(n, sgd()), line()).compile() for n in (1, 0))
     assert needed(late, "all-reduce") == arguments_of(start(1, sgd()), "pending", 2)
     assert {"['x']", "['y']"} <= {name[-5:] for name in needed(prompt, "all-reduce")}  # the batch
-    assert [name for name, _ in collectives_in(late)] == ["all-reduce", "all-to-all"]  # the latter: the metrics
+    assert [name for name, _ in collectives_in(late.as_text())] == ["all-reduce", "all-to-all"]  # and the metrics
 
 
 def test_the_same_with_a_compressor():
     options = {"kind": "dist_async", "compression": {"type": "2bit"}, "devices": FOUR}
     loss_fn = lambda p, b, rng: (((b @ p["w"]) ** 2).mean(), {})  # noqa: E731
     state, step = train.start({"w": jnp.zeros((64, 3))}, sgd(), loss_fn, **options)
-    text = step.lower(state, np.ones((8, 64), np.float32)).compile().as_text()
-    assert needed(text, "all-gather") == arguments_of(state, "pending", 1) | arguments_of(state, "residuals", 1)
+    compiled = step.lower(state, np.ones((8, 64), np.float32)).compile()
+    assert needed(compiled, "all-gather") == arguments_of(state, "pending", 1) | arguments_of(state, "residuals", 1)
 
 
 PLACES = {"two": [[0, 1]], "many": [[0, 1], [3, 2], [0], [1, 1], [0, 1, 2, 3]], "one": [[2]], "same": [[1, 1]]}

@@ -26,7 +26,7 @@ def test_a_step_shows_its_engine_devices_options_and_what_it_sends():
 
     # The compiled step sends just that, and its metrics and flags.
     _, step = train.start(PARAMS, optax.sgd(0.1), squares, devices=jax.devices()[:4])
-    program = viz._parse_program(step.lower(state, line()).compile().as_text())
+    program = viz._program_of(step.lower(state, line()).compile())
     sent = sum(send.sent * send.times for send in viz._sends_of(program, {"data": 4}, 4))
     assert sent == 24 + 6 * len(["loss", "error"])
 

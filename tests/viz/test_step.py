@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 import viz_models as m
+from hlo_text import program_from
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from kv_model import collectives_in
@@ -18,7 +19,7 @@ from jaxpar import kv, parallel, train, viz
 from jaxpar.models import lenet, transformer
 from jaxpar.viz._layout.net import Net
 from jaxpar.viz._program import memory
-from jaxpar.viz._program.hlo import parse
+from jaxpar.viz._program.hlo import program_of
 from jaxpar.viz._read.raw import Raw, Value
 from jaxpar.viz._step.places import Places
 
@@ -186,7 +187,7 @@ def test_every_engine(engine):
 def test_the_arguments_of_a_program_in_any_order():
     """The text has the parameters of a program in the order in which they run, not in that of their numbers."""
     lines = "".join(f'  p.{at} = f32[8]{{0}} parameter({at}), metadata={{op_name="parts[{at}]"}}\n' for at in (2, 0, 1))
-    program = parse(f"HloModule jit_step\n\nENTRY main {{\n{lines}  ROOT r = f32[8]{{0}} add(p.0, p.2)\n}}\n")
+    program = program_from(f"HloModule jit_step\n\nENTRY main {{\n{lines}  ROOT r = f32[8]{{0}} add(p.0, p.2)\n}}\n")
     raw = Raw(values=[Value((8,), "float32", 32, "weight", at, name) for at, name in enumerate("abc")])
     assert Places(program, Net(raw, [], {}), {}).arguments == {"p.0": "a", "p.1": "b", "p.2": "c"}
 
@@ -239,6 +240,10 @@ STEPS_OF_TRAIN = {
     "accumulate": ({"accumulate": 2}, ("psum", "of gradients, loss")),
     "compression": ({"compression": {"type": "2bit", "threshold": 0.5}}, ("all_to_all + all_gather", "store")),
     "sharded": ({"kind": "sharded"}, ("psum_scatter", "of gradients")),
+    "codes": (
+        {"kind": "sharded", "compression": {"type": "2bit", "threshold": 0.5}},
+        ("all_to_all", "of gradients", "jaxpar.encode"),
+    ),
 }
 
 
@@ -262,7 +267,7 @@ def test_the_wall_of_each_kind_of_step(name):
     assert ("Adam", "parameters") in ends
     # The codes of compressed gradients go into it, from the box that makes them of residuals.
     others = {layer.name for layer in plot.step.optimizers} - {"Adam"}
-    assert len(others & into_the_wall) == (name == "compression")
+    assert len(others & into_the_wall) == ("compression" in options)
 
 
 def test_what_gathers_params_is_no_layer():
@@ -287,6 +292,33 @@ def test_what_gathers_params_is_no_layer():
     of_one = [one for one in (*gathers, *sums) if len(one.layers) == 1]
     full = WIDTH * WIDTH * 4
     assert {one.bytes * (4 if one.kind == "all-gather" else 1) for one in of_one} <= {full}
+
+
+@pytest.mark.parametrize("engine", ["shard_map", pytest.param("jit", marks=pytest.mark.slow)])
+def test_the_padding_of_rows_is_no_param(engine):
+    """Kind "sharded" cuts 15 and 3 elements into four rows, of 4 and of 1."""
+    params = {"odd": {"w": np.ones((5, 3), np.float32), "b": np.ones(3, np.float32)}}
+    loss = lambda p, batch, rng: ((dense(p["odd"], batch) ** 2).mean(), {})  # noqa: E731
+    where = {"devices": jax.devices()[:4], "kind": "sharded", "engine": engine}
+    state, made = train.start(params, optax.adam(0.1), loss, **where)
+    assert [value.size for value in state.store.values.values()] == [4, 16]
+    plot = viz.plot_step(made, state, np.ones((8, 5), np.float32))
+    assert [layer.params for layer in plot.step.layers if layer.params] == [18]
+    assert plot.step.total_params == 18
+    assert "18 params" in m.words(plot)
+
+
+def test_sums_before_a_transform_are_each_of_its_layer():
+    """Kind "sharded" gathers what it has summed for `grad_transform`, which reads the gradients of all layers."""
+    options = {"kind": "sharded", "grad_transform": optax.clip_by_global_norm(1.0), "devices": jax.devices()[:4]}
+    state, made = train.start(arguments()[0], optax.adam(0.1), lambda p, b, rng: (loss_fn(p, b), {}), **options)
+    graph = viz.trace_step(made, state, arguments()[2])
+    sums = [one for one in graph.collectives if one.phase == "gradients"]
+    assert {one.kind for one in sums} == {"reduce-scatter", "all-gather"}
+    weights = {"reduce-scatter": WIDTH * WIDTH * 4, "all-gather": WIDTH * WIDTH}
+    of_weights = sorted((one.kind, *one.layers) for one in sums if one.bytes == weights[one.kind])
+    assert of_weights == sorted((kind, f"layer{number}") for kind in weights for number in range(LAYERS))
+    assert [one.op for one in graph.optimizers] == ["Adam"]  # and no box for the number of a device
 
 
 @pytest.mark.slow
@@ -371,6 +403,26 @@ def test_lenet_of_kind_sharded_is_one_screen_with_the_names_of_its_layers():
     words = m.words(plot)
     assert "all-gather together" in words
     assert "with conv1" in words
+
+
+def test_layers_without_a_gradient_are_rows_too():
+    """A frozen network before the trained one, as of a GAN's discriminator, was 1,479 points high."""
+    split = {"w": np.ones((WIDTH, WIDTH), np.float32), "b": np.ones(WIDTH, np.float32)}
+    frozen = {name: {f"dense{at}": split for at in range(4)} for name in ("first", "second", "third")}
+
+    def loss(params, x):
+        for name, block in frozen.items():
+            with jax.named_scope(name):
+                for part in block.values():
+                    x = jnp.tanh(dense(part, x))
+        return jnp.square(dense(params["head"], jax.lax.stop_gradient(x))).mean()
+
+    def update(params, x):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params, x))
+
+    plot = viz.plot_step(update, {"head": split}, np.ones((32, WIDTH), np.float32), repeats=False)
+    assert len(plot.step.layers) <= 12, [layer.name for layer in plot.step.layers]
+    assert float(re.search(rb'<svg width="\d+pt" height="(\d+)pt"', plot.pipe("svg"))[1]) < 1125
 
 
 def test_boxes_as_high_as_the_bytes_that_are_live_and_what_remat_computes_again():
@@ -583,8 +635,9 @@ def test_the_page_of_a_step_shows_the_step(tmp_path):
 
 def places(compiled):
     """The places of temporaries with the times of their values: [start, end, first, last]."""
-    buffers, values = memory._buffers(compiled, compiled.memory_analysis().serialized_buffer_assignment_proto)
-    lives = memory._Lives(parse(compiled.as_text()), values)
+    program = program_of(compiled)
+    buffers, values = memory._buffers(program, compiled.memory_analysis().serialized_buffer_assignment_proto)
+    lives = memory._Lives(program, values)
     spans = sorted((one.start, one.end, lives.first(one), lives.last(one)) for one in buffers)
     merged = []  # a value in a loop has several names and one place
     for span in spans:
@@ -626,7 +679,7 @@ def test_what_is_not_live_are_gaps_of_the_placement(make):
     """The times of values that `memory_of` finds, placed by XLA's two orders, need what XLA sets aside."""
     made, args = make()
     compiled = made.lower(*args).compile()
-    found, _ = memory.memory_of(parse(compiled.as_text()), compiled)
+    found, _ = memory.memory_of(program_of(compiled), compiled)
     assert found.is_exact
     assert found.total == total(compiled) == found.peak + found.gaps
     kept = found.total - compiled.memory_analysis().temp_size_in_bytes
@@ -641,12 +694,12 @@ def program():
 
 
 def test_a_value_is_live_from_the_instruction_that_fills_it_to_its_last_reader(program):
-    text = parse(program.as_text())
+    text = program_of(program)
     names = list(text.computations[text.entry].instructions)
     _, live = memory.memory_of(text, program)
     stats = program.memory_analysis()
     kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    buffers, _ = memory._buffers(program, stats.serialized_buffer_assignment_proto)
+    buffers, _ = memory._buffers(text, stats.serialized_buffer_assignment_proto)
     for time, name in enumerate(names):
         covered = np.zeros(stats.temp_size_in_bytes, bool)
         for one in buffers:
@@ -665,25 +718,23 @@ def last_reader(text, names, name):
     return last
 
 
-def test_a_place_of_no_known_instruction_is_not_exact(program, monkeypatch):
-    renamed = lambda module: ((number, f"{name}.other") for number, name in names(module))  # noqa: E731
-    names = memory._names
-    monkeypatch.setattr(memory, "_names", renamed)
-    assert not memory.memory_of(parse(program.as_text()), program)[0].is_exact
+def test_a_place_of_no_known_instruction_is_not_exact(program):
+    read = program_of(program)
+    read.names = {number: f"{name}.other" for number, name in read.names.items()}
+    assert not memory.memory_of(read, program)[0].is_exact
 
 
 def test_two_values_in_one_place_at_one_time_are_not_exact(program, monkeypatch):
     monkeypatch.setattr(memory._Lives, "last", lambda lives, buffer: len(lives.order))
-    assert not memory.memory_of(parse(program.as_text()), program)[0].is_exact
+    assert not memory.memory_of(program_of(program), program)[0].is_exact
 
 
 def test_a_backend_that_tells_no_places(program):
     stats = program.memory_analysis()
     names = ("argument", "output", "alias", "temp")
     told = {f"{name}_size_in_bytes": getattr(stats, f"{name}_size_in_bytes") for name in names}
-    sizes, executable = types.SimpleNamespace(**told), program.runtime_executable
-    silent = types.SimpleNamespace(memory_analysis=lambda: sizes, runtime_executable=executable)
-    found, live = memory.memory_of(parse(program.as_text()), silent)
+    silent = types.SimpleNamespace(memory_analysis=lambda: types.SimpleNamespace(**told))
+    found, live = memory.memory_of(program_of(program), silent)
     assert (found.total, found.peak, found.gaps, found.is_exact) == (total(program), total(program), 0, False)
     assert live == {}
 
@@ -719,7 +770,7 @@ ENTRY %main (p: f32[4]) -> f32[4] {
 
 def test_what_a_loop_carries_is_free_between_its_last_reader_and_its_next_value():
     values = {(name, 1) for name in ("at", "was", "while")} | {(name, None) for name in "payzc"}
-    lives = memory._Lives(parse(LOOP), values)
+    lives = memory._Lives(program_from(LOOP), values)
 
     def lifetime(name, index=None):
         buffer = memory._Buffer(0, 0, 16, name, index)
@@ -734,6 +785,6 @@ def test_what_a_loop_carries_is_free_between_its_last_reader_and_its_next_value(
 
 def test_what_a_loop_hands_on_unchanged_is_live_in_all_of_it():
     unchanged = LOOP.replace("tuple(%m, %z)", "tuple(%m, %x)")
-    lives = memory._Lives(parse(unchanged), {(name, None) for name in "payzc"})
+    lives = memory._Lives(program_from(unchanged), {(name, None) for name in "payzc"})
     last = lives.last(memory._Buffer(0, 0, 16, "a", None))
     assert lives.order[last] == "c"

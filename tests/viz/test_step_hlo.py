@@ -1,13 +1,15 @@
-"""The text of compiled programs: instructions, collectives of CPU and GPU, groups of devices, protocol buffers."""
+"""Compiled programs: instructions, collectives of CPU, GPU and TPU, groups of devices, protocol buffers."""
 
 import pytest
+from hlo_text import program_from
 
-from jaxpar.viz._program import memory
+from jaxpar.viz._program import proto
+from jaxpar.viz._program.groups import axes_between, read_groups
 from jaxpar.viz._program.hlo import Flow, cycles_of, parse
-from jaxpar.viz._program.sends import axes_between, axes_of, groups_of, sends_of
+from jaxpar.viz._program.sends import sends_of
 
 # What XLA writes for GPUs: asynchronous halves, combined tuples, loops, wrapped collectives, tiled layouts.
-GPU = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
+GPU = """HloModule jit_step, is_scheduled=true
 
 FileNames
 1 "/home/me/project/net.py"
@@ -59,8 +61,8 @@ ENTRY %main (w: f32[1000], b: f32[24], big: bf16[1024,64], x: (s32[], f32[16,4])
   %loop = (s32[], f32[16,4]{1,0}) while(%x.1), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"12"}}
   %all-gather-done.1 = f32[96]{0} all-gather-done(%all-gather-start.1)
   %done = (f32[1000]{0}, f32[24]{0}) all-reduce-done(%all-reduce-start.1)
-  %all-to-all.1 = (s4[3,5]{1,0:E(4)}, s4[3,5]{1,0:E(4)}) all-to-all(%q, %q), replica_groups={}
   %q = s4[3,5]{1,0:E(4)} constant({...})
+  %all-to-all.1 = (s4[3,5]{1,0:E(4)}, s4[3,5]{1,0:E(4)}) all-to-all(%q, %q), replica_groups={}
   ROOT %out = f32[1000]{0} get-tuple-element(%done), index=0
 }
 """  # noqa: E501
@@ -68,7 +70,7 @@ MESH = {"data": 2, "model": 4}
 
 
 def test_collectives_of_a_gpu():
-    program = parse(GPU)
+    program = program_from(GPU)
     assert program.is_scheduled
     found = [(one.kind, one.bytes, one.devices, one.axes, one.times) for one in sends_of(program, MESH, 8)]
     assert found == [
@@ -82,36 +84,46 @@ def test_collectives_of_a_gpu():
 
 def test_a_loop_of_unknown_length_counts_once_and_says_so():
     text = GPU.replace(', backend_config={"known_trip_count":{"n":"12"}}', "")
-    (permute,) = [one for one in sends_of(parse(text), MESH, 8) if one.kind == "collective-permute"]
+    (permute,) = [one for one in sends_of(program_from(text), MESH, 8) if one.kind == "collective-permute"]
     assert (permute.times, permute.is_exact) == (1, False)
 
 
 def test_positions_and_names():
-    program = parse(GPU)
+    program = program_from(GPU)
     start = program["all-reduce-start.1"]
     assert start.frames == (("/home/me/project/net.py", 12), ("/home/me/project/net.py", 40))
     assert start.op_name == "jit(step)/transpose(jvp(net))/dot_general"
-    assert program["w"].op_name == "params[\\'a, )b\\']"
+    assert program["w"].op_name == "params['a, )b']"
     assert program["x.1"].arrays[1].shape == (16, 4)
-    typed = parse("HloModule m\n\nENTRY %main () -> f32[2] {\n  %r = f32[2] add(f32[2] %a, f32[2] %b)\n}")["r"]
-    assert typed.operands == ("a", "b")
+    assert [array.bytes for array in program["all-to-all.1"].arrays] == [8, 8]  # two elements in a byte
+    assert (program["i"].index, program["x"].index, program["big"].index) == (0, 1, 2)
 
 
 def test_no_program():
-    with pytest.raises(ValueError, match="has no ENTRY"):
-        parse("nothing")
+    with pytest.raises(ValueError, match="has no computation that runs first"):
+        parse(b"")
 
 
 def test_ways_through_a_loop():
-    flow = Flow(parse(GPU))
+    flow = Flow(program_from(GPU))
     assert set(flow.sources(("state", 1))) == {("x.1", 1), ("next", 1)}
     assert list(flow.readers(("x.1", 1))) == [("state.1", 1), ("state", 1), ("loop", 1)]
     assert ("loop", 1) in set(flow.readers(("next", 1)))
 
 
-def group(text):
-    line = f"%c = f32[2] all-reduce(%a), channel_id=1, replica_groups={text}, use_global_device_ids=true"
-    return groups_of(parse(f"HloModule m\n\nENTRY %main () -> f32[2] {{\n  {line}\n}}")["c"], 8)
+SUM = """HloModule m
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+ENTRY %main (a: f32[2]) -> f32[2] {
+  %a = f32[2] parameter(0)
+  ROOT %c = f32[2] all-reduce(%a), channel_id=1, replica_groups=GROUPS, use_global_device_ids=true, to_apply=%add
+}
+"""
 
 
 @pytest.mark.parametrize(
@@ -131,12 +143,33 @@ def group(text):
     ],
 )
 def test_groups_of_devices_as_axes(text, axes):
-    assert axes_of(group(text), MESH) == axes
+    (found,) = sends_of(program_from(SUM.replace("GROUPS", text)), MESH, 8)
+    assert found.axes == axes
+
+
+def field(number, value):
+    """A field of a protocol buffer: a number, or bytes."""
+    key = number << 3 | (2 if isinstance(value, bytes) else 0)
+    return bytes([key & 127 | 128, key >> 7]) + (
+        bytes([len(value)]) + value if isinstance(value, bytes) else bytes([value])
+    )
+
+
+def test_groups_along_a_mesh_of_listed_devices():
+    """A mesh of 2×2 with the devices 3, 1, 2, 0: its second axis has 3 and 1, and 2 and 0."""
+    axis = field(1, field(1, b"x") + field(2, 2))
+    along = field(93, field(1, axis + axis + field(2, bytes([3, 1, 2, 0]))) + field(2, field(1, 1)))
+    assert read_groups(proto.message(along), "c") == ((3, 1), (2, 0))
+    lists = field(1, field(1, bytes([0, 1]))) + field(1, field(1, bytes([2, 3])))
+    assert read_groups(proto.message(field(87, lists)), "c") == ((0, 1), (2, 3))
+    rows = field(1, 2) + field(2, 2) + field(3, bytes([2, 2])) + field(4, bytes([1, 0]))
+    assert read_groups(proto.message(field(92, rows)), "c") == ((0, 2), (1, 3))
 
 
 def test_groups_of_no_known_form():
-    with pytest.raises(ValueError, match="the devices of c are in a form that is not known here: rings"):
-        group("rings")
+    assert read_groups({}, "c") == ()
+    with pytest.raises(ValueError, match="the devices of c may be in a form that is not known here, field 104"):
+        read_groups({104: [b""]}, "c")
 
 
 def test_pairs_of_a_permutation():
@@ -146,24 +179,31 @@ def test_pairs_of_a_permutation():
 
 def test_protocol_buffers():
     inner = bytes([8, 1, 18, 2, 104, 105])
-    fields = memory.message(bytes([10, len(inner)]) + inner + bytes([26, 3, 1, 150, 1, 37, 0, 0, 0, 0]))
-    (child,) = memory.nested(fields, 1)
-    assert (memory.integer(child, 1), memory.text(child, 2), memory.integer(child, 9)) == (1, "hi", 0)
-    assert memory.integers(fields, 3) == [1, 150]
+    fields = proto.message(bytes([10, len(inner)]) + inner + bytes([26, 3, 1, 150, 1, 37, 0, 0, 0, 0]))
+    (child,) = proto.nested(fields, 1)
+    assert (proto.integer(child, 1), proto.text(child, 2), proto.integer(child, 9)) == (1, "hi", 0)
+    assert proto.integers(fields, 3) == [1, 150]
     with pytest.raises(ValueError, match="ends within"):
-        memory.message(bytes([10, 9, 1]))
+        proto.message(bytes([10, 9, 1]))
     with pytest.raises(ValueError, match="a field of form 3"):
-        memory.message(bytes([11]))
+        proto.message(bytes([11]))
 
 
 # What XLA writes for TPUs, cut from programs of libtpu 0.0.52: loops without a count, a sum in a fusion that keeps a
 # part, one gather in three fusions, tiled layouts and axes of a mesh.
-TPU = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
+TPU = """HloModule jit_step, is_scheduled=true
+
+%add (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[] parameter(0)
+  %b = bf16[] parameter(1)
+  ROOT %sum = bf16[] add(%a, %b)
+}
 
 %all-reduce-scatter.1 (input: bf16[2048,128]) -> bf16[256,128] {
   %input = bf16[2048,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
   %all-reduce.1 = bf16[2048,128]{1,0:T(8,128)(2,1)} all-reduce(%input), channel_id=14, replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true, to_apply=%add
-  ROOT %part = bf16[256,128]{1,0:T(8,128)(2,1)} dynamic-slice(%all-reduce.1, %c), dynamic_slice_sizes={256,128}
+  %at = s32[]{:T(128)} constant(0)
+  ROOT %part = bf16[256,128]{1,0:T(8,128)(2,1)} dynamic-slice(%all-reduce.1, %at, %at), dynamic_slice_sizes={256,128}
 }
 
 %begins (shard: bf16[128,128]) -> (bf16[128,128], bf16[128,1024]) {
@@ -220,7 +260,7 @@ ENTRY %main (x: bf16[2048,128], w.1: bf16[128,128]) -> bf16[256,128] {
 
 
 def sent(text, kind):
-    return [one for one in sends_of(parse(text), {"data": 8}, 8) if one.kind == kind]
+    return [one for one in sends_of(program_from(text), {"data": 8}, 8) if one.kind == kind]
 
 
 def test_a_loop_of_a_tpu_counts_from_its_counter():
@@ -243,14 +283,14 @@ def test_a_gather_in_several_fusions_is_one_beside_compute():
     assert (gather.bytes, gather.sent, gather.times) == (2 * 128 * 128, 7 * 2 * 128 * 128, 5)
     assert gather.is_overlapped
     compute = "%fusion.1 = bf16[256,128]{1,0} fusion(%w), kind=kOutput, calls=%goes_on"
-    (gather,) = sent(TPU.replace(compute, "%none = x copy(%w)"), "all-gather")
+    (gather,) = sent(TPU.replace(compute, "%none = bf16[128,128]{1,0} copy(%w)"), "all-gather")
     assert not gather.is_overlapped
 
 
 def test_what_runs_between_the_halves_of_a_collective():
     (permute,) = sent(TPU, "collective-permute")
     assert not permute.is_overlapped
-    assert {one.kind: one.is_overlapped for one in sends_of(parse(GPU), MESH, 8)} == {
+    assert {one.kind: one.is_overlapped for one in sends_of(program_from(GPU), MESH, 8)} == {
         "reduce-scatter": False,
         "collective-permute": False,
         "all-reduce": True,
@@ -260,6 +300,6 @@ def test_what_runs_between_the_halves_of_a_collective():
 
 
 def test_cycles_of_loops():
-    assert cycles_of(parse(TPU)) == 5 * 1000 + 70
-    assert cycles_of(parse(TPU.replace('"70"', f'"{2**63 - 1}"'))) == 5 * 1000  # no estimate
-    assert cycles_of(parse(GPU)) is None
+    assert cycles_of(program_from(TPU)) == 5 * 1000 + 70
+    assert cycles_of(program_from(TPU.replace('"70"', f'"{2**63 - 1}"'))) == 5 * 1000  # no estimate
+    assert cycles_of(program_from(GPU)) is None

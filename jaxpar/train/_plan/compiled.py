@@ -97,7 +97,7 @@ def examine(make: Callable[..., Any], target: Slice, choices: dict[str, Any], fr
     collectives: list[PlannedCollective] = []
     cycles = 0
     for compiled, stage in zip(programs, stages, strict=True):
-        program = viz._parse_program(compiled.as_text())
+        program = viz._program_of(compiled)
         cycles += stage.runs * (viz._cycles_of(program) or 0)
         for send in viz._sends_of(program, mesh, len(devices)):
             runs = stage.runs * send.times
@@ -193,6 +193,6 @@ def picture_of(step: TrainStep, state: PyTree, batch: PyTree, compiled: jax.stag
     from ... import viz
 
     try:
-        return viz._read_step(step, (state, batch), 0, None, (None, 200, True, ()), compiled)
+        return viz._read_step(step, (state, batch), compiled=compiled)
     except Exception as error:  # a plan without its picture is a plan
         return f"the step cannot be drawn: {' '.join(str(error).split())}"

@@ -1,7 +1,7 @@
-"""A compiled program: instructions from its text, what reads what in them, and how often each runs.
+"""A compiled program: instructions, what reads what in them, and how often each runs.
 
-`parse` reads the text, `Flow` says what becomes of an array, through loops, calls and tuples, and `runs_of` how often a
-computation runs. Each pattern is of what XLA writes today, for CPUs, GPUs or TPUs.
+`program_of` reads the program of a `jax.stages.Compiled` as XLA keeps it, for CPUs, GPUs or TPUs. `Flow` says what
+becomes of an array, through loops, calls and tuples, and `runs_of` how often a computation runs.
 """
 
 from __future__ import annotations
@@ -11,18 +11,30 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-_HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) (?:\(.*)?\{$")
-_START = re.compile(r"^\s*(ROOT )?%?([\w.-]+) = ")
-_ARRAY = re.compile(r"\b(pred|bf16|[fsuc]\d\w*|token|opaque)\[([\d,<=]*)\]")
-_CALLED = re.compile(
-    r"\b(calls|to_apply|body|condition|true_computation|false_computation|called_computations|branch_computations)="
-    r"(\{[^}]*\}|%?[\w.-]+)"
+from .groups import Groups, read_groups
+from .proto import Message, inner, integer, integers, message, nested, signed, text
+
+if TYPE_CHECKING:
+    import jax
+
+# XLA's PrimitiveType, by its numbers.
+_DTYPES = (
+    "? pred s8 s16 s32 s64 u8 u16 u32 u64 f16 f32 f64 tuple opaque c64 bf16 token c128 f8e5m2 f8e4m3fn s4 u4 "
+    "f8e4m3b11fnuz f8e5m2fnuz f8e4m3fnuz s2 u2 f8e4m3 f8e3m4 s1 u1 f4e2m1fn f8e8m0fnu buffer f6e3m2fn f6e2m3fn"
+).split()
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
 )
-_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
-_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _Frames = tuple[tuple[str, int], ...]  # the file and the line of each call, from the outside in
 
 
@@ -50,20 +62,21 @@ class Array:
 class Instruction:
     """One instruction of a compiled program."""
 
-    number: int  # its place in the text; each computation is in the order in which it runs
+    number: int  # its place in the program; each computation is in the order in which it runs
     name: str
     opcode: str
     arrays: tuple[Array, ...]  # of its result, those of a tuple one after the other
     is_tuple: bool
     operands: tuple[str, ...]  # the names of what it reads
-    attributes: str
     called: tuple[tuple[str, str], ...] = ()  # how, and which computation: ("body", "region_0")
-    op_name: str = ""  # where JAX made it: "jit(step)/transpose(jvp(net))/dot_general"
-    frames: _Frames = ()  # empty where the text has none
-    trips: int | None = None  # of a loop; None where the text does not say
+    op_name: str = ""  # where JAX made it: "jit(step)/transpose(jvp(net))/dot_general"; of a parameter its argument
+    frames: _Frames = ()  # empty where the program has none
     index: int | None = None  # of a parameter, or of the array of a tuple that it gets
     value: int | None = None  # of a constant integer
-    is_root: bool = False
+    direction: str = ""  # of a comparison: "LT"
+    channel: int = 0  # of a collective; 0 for none
+    groups: Groups = ()  # of devices in a collective, see `read_groups`
+    config: str = ""  # what the compiler of these devices has noted, as JSON
 
     @property
     def bytes(self) -> int:
@@ -71,18 +84,10 @@ class Instruction:
         return sum(array.bytes for array in self.arrays)
 
     @property
-    def argument(self) -> str:
-        """The name of the argument that a parameter of the program is. Empty where the text has none."""
-        return self.op_name.replace("\\'", "'")
-
-    def attribute(self, name: str) -> str:
-        """The text after `name=`, up to the next attribute. Empty where there is none."""
-        match = re.search(rf"(?:^|, ){name}=", self.attributes)
-        if match is None:
-            return ""
-        following = self.attributes[match.end() :]
-        end = next((at for at, character in _outside(following) if character == ","), len(following))
-        return following[:end].strip()
+    def trips(self) -> int | None:
+        """How often a loop runs. None where its compiler has not noted it."""
+        trips = _TRIPS.search(self.config)
+        return int(trips[1]) if trips else None
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +95,8 @@ class Computation:
     """Instructions that run one after the other."""
 
     name: str
-    instructions: dict[str, Instruction] = field(default_factory=dict)
+    root: Instruction  # whose result is that of the computation
+    instructions: dict[str, Instruction]
 
     @property
     def parameters(self) -> list[Instruction]:
@@ -98,21 +104,16 @@ class Computation:
         parameters = (instruction for instruction in self.instructions.values() if instruction.opcode == "parameter")
         return sorted(parameters, key=lambda instruction: instruction.index or 0)
 
-    @property
-    def root(self) -> Instruction:
-        """The instruction whose result is that of the computation."""
-        marked = (instruction for instruction in self.instructions.values() if instruction.is_root)
-        return next(marked, next(reversed(self.instructions.values())))
-
 
 @dataclass(slots=True, eq=False)
 class Program:
     """A compiled program."""
 
-    head: str = ""  # the first line of its text
-    entry: str = ""  # the computation that runs first
+    entry: str  # the computation that runs first
+    is_scheduled: bool  # whether each computation is in the order in which it runs
     computations: dict[str, Computation] = field(default_factory=dict)
     home: dict[str, str] = field(default_factory=dict)  # the computation of each instruction
+    names: dict[int, str] = field(default_factory=dict)  # of instructions, by the numbers that XLA gives them
 
     def __iter__(self) -> Iterator[Instruction]:
         for computation in self.computations.values():
@@ -126,129 +127,104 @@ class Program:
         """The arrays that the program is given, in order."""
         return [instruction for instruction in self.computations[self.entry].parameters if instruction.arrays]
 
-    @property
-    def is_scheduled(self) -> bool:
-        """Whether the text is in the order in which the instructions run."""
-        return "is_scheduled=true" in self.head
+
+def program_of(compiled: jax.stages.Compiled) -> Program:
+    """The program that was compiled. A `ValueError` where the compiler of these devices does not show it."""
+    executable: Any = compiled.runtime_executable()
+    try:
+        (module,) = executable.hlo_modules()
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"viz: the compiler of these devices does not show the compiled program: {error}") from error
+    return parse(module.as_serialized_hlo_module_proto())
 
 
-def parse(text: str) -> Program:
-    """The program of this text, as `jax.stages.Compiled.as_text` gives it."""
-    lines = text.splitlines()
-    program = Program(lines[0] if lines else "")
-    frames = _read_frames(lines)
-    # A computation begins with a name and a brace, and ends with a brace in the first column.
-    inside: Computation | None = None
-    for line in lines:
-        if inside is None and (head := _HEAD.match(line)) is not None:
-            inside = program.computations[head[2]] = Computation(head[2])
-            program.entry = head[2] if head[1] else program.entry
-        elif line.startswith("}"):
-            inside = None
-        elif inside is not None and (start := _START.match(line)) is not None:
-            made = _instruction(line, start, len(program.home), frames)
-            inside.instructions[made.name] = made
-            program.home[made.name] = inside.name
+def parse(module: bytes) -> Program:
+    """The program of a serialized HloModuleProto. The numbers below are those of its fields, see `proto`."""
+    fields = message(module)
+    computations = list(nested(fields, 3))
+    called = {integer(computation, 5): text(computation, 1) for computation in computations}
+    # A computation may be written in another order than that in which its instructions run.
+    runs = {integer(entry, 1): integers(inner(entry, 2), 1) for entry in nested(inner(fields, 7), 1)}
+    program = Program(entry=called.get(integer(fields, 6), ""), is_scheduled=bool(runs))
     if not program.entry:
-        raise ValueError("viz: the text of the compiled program has no ENTRY, so it cannot be read")
+        raise ValueError("viz: the compiled program has no computation that runs first, so it cannot be read")
+    frames = _read_frames(inner(fields, 17))
+    for computation in computations:
+        made = {integer(instruction, 35): instruction for instruction in nested(computation, 2)}
+        names = {number: text(instruction, 1) for number, instruction in made.items()}
+        inside: dict[str, Instruction] = {}
+        for number in runs.get(integer(computation, 5), made):
+            inside[names[number]] = _instruction(made[number], len(program.home), names, called, frames)
+            program.home[names[number]] = text(computation, 1)
+        program.names |= names
+        root = inside[names[integer(computation, 6)]]
+        program.computations[text(computation, 1)] = Computation(text(computation, 1), root, inside)
     return program
 
 
-def _instruction(line: str, start: re.Match[str], number: int, frames: dict[int, _Frames]) -> Instruction:
-    following = re.sub(r"/\*.*?\*/", "", line[start.end() :])
-    end = next((at for at, character in _outside(following) if character == " "), len(following))  # of the type
-    shape, following = following[:end], following[end:].lstrip()
-    opcode, _, following = following.partition("(")
-    opcode = opcode.strip()
-    close = next((at for at, character in _outside(following) if character == ")"), len(following))
-    inside, attributes = following[:close], following[close + 1 :].lstrip(", ")
-    frame, trips, op_name = (pattern.search(attributes) for pattern in (_FRAME, _TRIPS, _OP_NAME))
-    number_in = {"get-tuple-element": attributes.partition("index=")[2], "parameter": inside}.get(opcode, "")
-    index = re.match(r"\d+", number_in)
+# How instructions call computations, in the order in which XLA lists these.
+_CALLED = {"while": ("body", "condition"), "fusion": ("calls",), "async-start": ("calls",)}
+
+
+def _instruction(
+    fields: Message, number: int, names: dict[int, str], called: dict[int, str], frames: dict[int, _Frames]
+) -> Instruction:
+    """The instruction of an HloInstructionProto. `names` are those of its computation."""
+    name, opcode, metadata = text(fields, 1), text(fields, 2), inner(fields, 7)
+    shape = inner(fields, 3)
+    computations = [called[at] for at in integers(fields, 38)]
+    hows = _CALLED.get(opcode, ("to_apply",) * len(computations))
+    index = {"get-tuple-element": 13, "parameter": 9}.get(opcode)
     return Instruction(
         number=number,
-        name=start[2],
+        name=name,
         opcode=opcode,
-        arrays=arrays_of(shape),
-        is_tuple=shape.startswith("("),
-        operands=_operands(inside) if opcode not in ("constant", "parameter") else (),
-        attributes=attributes,
-        called=tuple(
-            (how, name) for how, names in _CALLED.findall(attributes) for name in re.findall(r"[\w.-]+", names)
-        ),
-        op_name=op_name[1] if op_name else "",
-        frames=frames.get(int(frame[1]), ()) if frame else (),
-        trips=int(trips[1]) if trips else None,
-        index=int(index[0]) if index else None,
-        value=int(inside) if opcode == "constant" and re.fullmatch(r"-?\d+", inside) else None,
-        is_root=bool(start[1]),
+        arrays=tuple(_arrays(shape)),
+        is_tuple=_dtype(shape) == "tuple",
+        operands=tuple(names[at] for at in integers(fields, 36)),
+        called=tuple(sorted(zip(hows, computations, strict=True), key=lambda call: call[0] == "body")),  # the body last
+        op_name=text(metadata, 2),
+        frames=frames.get(integer(metadata, 15), ()),
+        index=None if index is None else integer(fields, index),
+        value=_integer_of(inner(fields, 8)) if opcode == "constant" else None,
+        direction=text(fields, 63),
+        channel=integer(fields, 26),
+        groups=read_groups(fields, name) if opcode.removesuffix("-start") in COLLECTIVES else (),
+        config=text(fields, 43),
     )
 
 
-def arrays_of(shape: str) -> tuple[Array, ...]:
-    """The arrays in the text of a type.
-
-    >>> [array.bytes for array in arrays_of("(f32[2,3]{1,0}, bf16[4]{0}, pred[])")]
-    [24, 8, 1]
-    """
-    types = _ARRAY.findall(re.sub(r"\{[^}]*\}", "", shape))
-    return tuple(Array(dtype, tuple(int(n) for n in re.findall(r"\d+", dims))) for dtype, dims in types)
-
-
-def _outside(text: str) -> Iterator[tuple[int, str]]:
-    """The characters that are in no brackets and no quotes. A bracket that closes the whole is one of them."""
-    depth, quoted, escaped = 0, False, False
-    for at, character in enumerate(text):
-        if quoted:
-            quoted, escaped = character != '"' or escaped, character == "\\" and not escaped
-        elif character == '"':
-            quoted = True
-        elif character in ")}]":
-            depth -= 1
-            if depth < 0:
-                yield at, character
-        elif character in "({[":
-            depth += 1
-        elif depth == 0:
-            yield at, character
+def _arrays(shape: Message) -> Iterator[Array]:
+    """The arrays of a ShapeProto."""
+    if 4 in shape:
+        for part in nested(shape, 4):
+            yield from _arrays(part)
+    elif (dtype := _dtype(shape)) != "tuple":
+        yield Array(dtype, tuple(integers(shape, 3)))
 
 
-def _operands(text: str) -> tuple[str, ...]:
-    """The names in the brackets after an opcode. Their types may stand before them."""
-    cuts = [at for at, character in _outside(text) if character == ","]
-    operands = [text[a + 1 : b].strip() for a, b in zip([-1, *cuts], [*cuts, len(text)], strict=True)]
-    return tuple(operand.split()[-1].lstrip("%") for operand in operands if operand)
+def _dtype(shape: Message) -> str:
+    number = integer(shape, 2)
+    if not 0 < number < len(_DTYPES):
+        raise ValueError(f"viz: the compiled program has arrays of a type that is not known here, number {number}")
+    return _DTYPES[number]
 
 
-def _read_frames(lines: list[str]) -> dict[int, _Frames]:
-    """The calls of each stack frame, from the tables at the beginning of the text."""
-    files = {n: text.strip('"') for n, text in _table(lines, "FileNames")}
-    places: dict[int, tuple[str, int]] = {}
-    for number, text in _table(lines, "FileLocations"):
-        entry = _numbers(text)
-        places[number] = (files.get(entry.get("file_name_id", 0), ""), entry.get("line", 0))
+def _integer_of(literal: Message) -> int | None:
+    """The value of a LiteralProto that is one integer of 32 or 64 bits."""
+    numbers = [signed(number) for kind in (4, 5, 6, 7) for number in integers(literal, kind)]
+    return numbers[0] if len(numbers) == 1 and not integers(inner(literal, 1), 3) else None
+
+
+def _read_frames(index: Message) -> dict[int, _Frames]:
+    """The calls of each stack frame of a StackFrameIndexProto, where files, places and frames count from 1."""
+    files = [value.decode(errors="replace") for value in index.get(1, ()) if isinstance(value, bytes)]
+    places = [(files[integer(place, 1) - 1], integer(place, 3)) for place in nested(index, 3)]
     frames: dict[int, _Frames] = {}
-    for number, text in _table(lines, "StackFrames"):
-        entry = _numbers(text)
-        outer = frames.get(entry.get("parent_frame_id", 0) - 1, ())  # 1 stands for "none"
-        place = places.get(entry.get("file_location_id", 0))
-        frames[number] = outer if place is None else (*outer, place)
+    for number, frame in enumerate(nested(index, 4), 1):
+        outer = frames.get(integer(frame, 2), ())  # 0 for none
+        frames[number] = (*outer, places[integer(frame, 1) - 1])
     return frames
-
-
-def _table(lines: list[str], name: str) -> Iterator[tuple[int, str]]:
-    """The numbered rows of one of the tables."""
-    if name not in lines:
-        return
-    for line in lines[lines.index(name) + 1 :]:
-        number, _, text = line.partition(" ")
-        if not number.isdigit():
-            return
-        yield int(number), text
-
-
-def _numbers(text: str) -> dict[str, int]:
-    return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", text)}
 
 
 Value = tuple[str, int | None]  # an instruction, and which array of its tuple: None for all of it
@@ -384,7 +360,7 @@ def cycles_of(program: Program) -> int | None:
         return sum(map(of, program.computations[computation].instructions.values()))
 
     def of(instruction: Instruction) -> int:
-        own_cycles = sum(map(int, _CYCLES.findall(instruction.attributes)))
+        own_cycles = sum(map(int, _CYCLES.findall(instruction.config)))
         inner = [cycles(name) for _, name in instruction.called if name in program.computations]
         if instruction.opcode == "conditional":
             return own_cycles + max(inner, default=0)
@@ -405,7 +381,7 @@ def _trips(flow: Flow, loop: Instruction) -> int | None:
         return loop.trips
     test = program.computations[called["condition"]].root
     counter, bound = (program[name] for name in test.operands) if len(test.operands) == 2 else (test, test)
-    if test.attribute("direction") != "LT" or counter.opcode != "get-tuple-element" or bound.value is None:
+    if test.direction != "LT" or counter.opcode != "get-tuple-element" or bound.value is None:
         return None
     first = program[_behind(flow, (loop.operands[0], counter.index))[0]].value
     step = program[_behind(flow, (program.computations[called["body"]].root.name, counter.index))[0]]

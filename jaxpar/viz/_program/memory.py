@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import jax
 
 from .hlo import ALIASES, Flow, Program, Value
+from .proto import Message, inner, integer, integers, message, nested
 
 # Numbers of fields in XLA's hlo.proto.
-_MODULE_COMPUTATIONS, _COMPUTATION_INSTRUCTIONS, _INSTRUCTION_NAME, _INSTRUCTION_ID = 3, 2, 1, 35
 _BUFFERS, _ALLOCATIONS, _BUFFER_PLACE, _PLACE_INSTRUCTION, _PLACE_INDEX = 1, 3, 3, 4, 3
 _SIZE, _THREAD_LOCAL, _PARAMETER, _LIVE_OUT, _ASSIGNED, _CONSTANT = 2, 3, 5, 7, 9, 12
 _LATE = ("while", "conditional")
@@ -70,10 +69,10 @@ def memory_of(program: Program, compiled: jax.stages.Compiled) -> tuple[StepMemo
     # Arguments and results are there all the time. A result in the place of a donated argument counts once.
     kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     total = kept + stats.temp_size_in_bytes
-    assigned = _buffers(compiled, getattr(stats, "serialized_buffer_assignment_proto", None))
-    if assigned is None or not program.is_scheduled:
+    assignment = getattr(stats, "serialized_buffer_assignment_proto", None)
+    if not assignment or not program.is_scheduled:
         return StepMemory(total, total, 0, False), {}
-    buffers, values = assigned
+    buffers, values = _buffers(program, assignment)
     moments = list(_moments(program, buffers, values))
     at = {name: kept + live for name, live, _ in moments}
     peak = max(at.values(), default=kept)
@@ -83,33 +82,18 @@ def memory_of(program: Program, compiled: jax.stages.Compiled) -> tuple[StepMemo
     return StepMemory(total, peak, total - peak, is_exact), at
 
 
-def _buffers(compiled: jax.stages.Compiled, assignment: bytes | None) -> tuple[list[_Buffer], set[Value]] | None:
-    """The buffers of temporaries, and all values of the program. None where the program does not say."""
-    try:
-        executable: Any = compiled.runtime_executable()
-        module = executable.hlo_modules()[0].as_serialized_hlo_module_proto()
-    except (AttributeError, IndexError, NotImplementedError, RuntimeError):
-        return None
-    if not assignment or not module:
-        return None
-    names = dict(_names(message(module)))
+def _buffers(program: Program, assignment: bytes) -> tuple[list[_Buffer], set[Value]]:
+    """The buffers of temporaries, and all values of the program, of a serialized BufferAssignmentProto."""
     fields = message(assignment)
-    values = {integer(buffer, 1): _value(buffer, names) for buffer in nested(fields, _BUFFERS)}
+    values = {integer(buffer, 1): _value(buffer, program.names) for buffer in nested(fields, _BUFFERS)}
     buffers = [buffer for allocation in nested(fields, _ALLOCATIONS) for buffer in _assigned(allocation, values)]
     return buffers, set(values.values())
 
 
 def _value(buffer: Message, names: dict[int, str]) -> Value:
     """Where a buffer is filled. Without a name where the program lacks it."""
-    place = next(nested(buffer, _BUFFER_PLACE), Message())
+    place = inner(buffer, _BUFFER_PLACE)
     return names.get(integer(place, _PLACE_INSTRUCTION), ""), next(iter(integers(place, _PLACE_INDEX)), None)
-
-
-def _names(module: Message) -> Iterator[tuple[int, str]]:
-    """The id and the name of each instruction."""
-    for computation in nested(module, _MODULE_COMPUTATIONS):
-        for instruction in nested(computation, _COMPUTATION_INSTRUCTIONS):
-            yield integer(instruction, _INSTRUCTION_ID), text(instruction, _INSTRUCTION_NAME)
 
 
 def _assigned(allocation: Message, values: dict[int, Value]) -> Iterator[_Buffer]:
@@ -223,73 +207,3 @@ def _extent(buffers: list[_Buffer]) -> int:
     for buffer in buffers:
         ends[buffer.allocation] = max(ends.get(buffer.allocation, 0), buffer.end)
     return sum(ends.values())
-
-
-Message = dict[int, list["int | bytes"]]
-_LENGTHS = {1: 8, 5: 4}  # bytes of a field, by its form
-
-
-def message(data: bytes) -> Message:
-    """The values of each field, by its number. A nested message is bytes.
-
-    >>> message(bytes([8, 150, 1, 18, 2, 104, 105]))
-    {1: [150], 2: [b'hi']}
-    """
-    # Each field is a key, which has its number and its form, and then a number, or so many bytes.
-    fields: Message = {}
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        number, form = key >> 3, key & 7
-        if form == 0:
-            value, at = _varint(data, at)
-        elif form in _LENGTHS or form == 2:
-            length, at = _varint(data, at) if form == 2 else (_LENGTHS[form], at)
-            if at + length > len(data):
-                raise ValueError("viz: a protocol buffer ends within a field")
-            value, at = data[at : at + length], at + length
-        else:
-            raise ValueError(f"viz: no protocol buffer: a field of form {form}")
-        fields.setdefault(number, []).append(value)
-    return fields
-
-
-def integer(fields: Message, number: int) -> int:
-    """The number in a field. 0 where it is missing, as in the format itself."""
-    value = fields.get(number, [0])[-1]
-    return value if isinstance(value, int) else 0
-
-
-def text(fields: Message, number: int) -> str:
-    """The text in a field. Empty where it is missing."""
-    value = fields.get(number, [b""])[-1]
-    return value.decode() if isinstance(value, bytes) else ""
-
-
-def nested(fields: Message, number: int) -> Iterator[Message]:
-    """The messages in a field."""
-    return (message(value) for value in fields.get(number, ()) if isinstance(value, bytes))
-
-
-def integers(fields: Message, number: int) -> list[int]:
-    """The numbers in a repeated field, packed or not."""
-    numbers: list[int] = []
-    for value in fields.get(number, ()):
-        at = 0
-        while isinstance(value, bytes) and at < len(value):
-            unpacked, at = _varint(value, at)
-            numbers.append(unpacked)
-        numbers += [value] if isinstance(value, int) else []
-    return numbers
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while at < len(data):
-        byte = data[at]
-        at += 1
-        value |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            return value, at
-    raise ValueError("viz: a protocol buffer ends within a number")

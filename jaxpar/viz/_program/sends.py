@@ -6,25 +6,11 @@ as steps in several fusions.
 
 from __future__ import annotations
 
-import itertools
-import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
-from .hlo import Array, Flow, Instruction, Program, runs_of
-
-KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+from .groups import axes_between, axes_of
+from .hlo import COLLECTIVES, Array, Flow, Instruction, Program, runs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +18,7 @@ class Send:
     """One collective of a compiled program."""
 
     instruction: Instruction  # or the first half of an asynchronous one
-    kind: str  # one of `KINDS`
+    kind: str  # one of `COLLECTIVES`
     arrays: tuple[Array, ...]  # what one device hands in
     devices: int  # that exchange it
     axes: tuple[str, ...]  # of the mesh; empty where the devices are no set of its axes
@@ -66,7 +52,7 @@ def sent_around_ring(kind: str, size: int, devices: int) -> int:
 
 
 def sends_of(program: Program, mesh: Mapping[str, int], devices: int) -> list[Send]:
-    """Every collective between at least two devices, in the order of the text.
+    """Every collective between at least two devices, in the order of the program.
 
     An asynchronous collective counts where it begins. What an `async-start` wraps counts in its own computation. TPUs
     write one collective into each of the fusions that compute while it runs. It counts in the first.
@@ -75,8 +61,7 @@ def sends_of(program: Program, mesh: Mapping[str, int], devices: int) -> list[Se
     runs, overlaps = runs_of(flow), Overlaps(flow)
     sends: list[Send] = []
     for instruction in program:
-        is_wrapped = any(how == "calls" and name in program.computations for how, name in instruction.called)
-        if kind_of(instruction) and not is_wrapped and overlaps.is_first(instruction):
+        if kind_of(instruction) and overlaps.is_first(instruction):
             sends.append(_send(program, instruction, runs, mesh, devices, overlaps))
     return [send for send in sends if send.devices > 1]
 
@@ -84,7 +69,7 @@ def sends_of(program: Program, mesh: Mapping[str, int], devices: int) -> list[Se
 def kind_of(instruction: Instruction) -> str:
     """The kind of a collective. Empty for other instructions, and for the second half of an asynchronous one."""
     kind = instruction.opcode.removesuffix("-start")
-    return kind if kind in KINDS else ""
+    return kind if kind in COLLECTIVES else ""
 
 
 def _send(
@@ -97,14 +82,14 @@ def _send(
 ) -> Send:
     home = program.home[instruction.name]
     times, is_exact = runs.get(home, (1, False))
-    kind, groups = kind_of(instruction), groups_of(instruction, devices)
+    kind, groups = kind_of(instruction), instruction.groups or (tuple(range(devices)),)
     permutes = kind == "collective-permute"
     axes = axes_between(groups, mesh) if permutes else axes_of(groups, mesh)
     members = {device for group in groups for device in group}
     count = len(members) if permutes else max(map(len, groups), default=1)
     if kind == "all-reduce" and home.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # so TPUs write it: a sum of everything in a fusion that keeps a part
-    arrays = tuple(array for name in instruction.operands if name in program.home for array in program[name].arrays)
+    arrays = tuple(array for name in instruction.operands for array in program[name].arrays)
     return Send(instruction, kind, arrays, count, axes, times, is_exact, overlaps.is_hidden(instruction))
 
 
@@ -116,7 +101,7 @@ class Overlaps:
 
     def __init__(self, flow: Flow) -> None:
         self._flow = flow
-        self._steps: dict[str, list[Instruction]] = {}  # what a TPU does of a collective in each of several fusions
+        self._steps: dict[int, list[Instruction]] = {}  # what a TPU does of a collective in each of several fusions
         for instruction in flow.program:
             if channel := _channel_of_steps(instruction):
                 self._steps.setdefault(channel, []).append(instruction)
@@ -151,100 +136,6 @@ class Overlaps:
         return updates + [reader for reader in readers if reader.opcode.endswith("-done")]
 
 
-def _channel_of_steps(instruction: Instruction) -> str:
-    """The channel of a collective that is written into several fusions. Empty for others."""
-    return (
-        instruction.attribute("channel_id")
-        if re.search(r"\basync_collective_fusion_config\b", instruction.attributes)
-        else ""
-    )
-
-
-Groups = tuple[tuple[int, ...], ...]
-
-_IOTA = re.compile(r"^\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?$")
-_MESH = re.compile(
-    r"(?:^|, )replica_groups=@?mesh\[([^\]]*)\](?:, ?device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
-)
-
-
-def groups_of(instruction: Instruction, devices: int) -> Groups:
-    """The devices that exchange something in a collective, in groups: of a permutation each (source, target)."""
-    pairs = instruction.attribute("source_target_pairs")
-    if pairs:
-        return _lists(pairs)
-    if mesh := _MESH.search(instruction.attributes):
-        return _of_mesh(mesh)
-    text = instruction.attribute("replica_groups")
-    if not text or text == "{}":
-        return (tuple(range(devices)),)
-    if iota := _IOTA.match(text):
-        return _rows(_iota(_ints(iota[2]), _ints(iota[3])), _ints(iota[1])[-1])
-    if text.startswith("{"):
-        return _lists(text)
-    raise ValueError(f"viz: the devices of {instruction.name} are in a form that is not known here: {text}")
-
-
-def axes_of(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of a mesh that these groups run along. Empty where they are no set of axes.
-
-    >>> axes_of(((0, 2), (1, 3)), {"data": 2, "model": 2})
-    ('data',)
-    """
-    wanted = {frozenset(group) for group in groups}
-    names = [name for name, size in sizes.items() if size > 1]
-    for count in range(1, len(names) + 1):
-        for axes in itertools.combinations(names, count):
-            if {frozenset(group) for group in _along(axes, sizes)} == wanted:
-                return axes
-    return ()
-
-
-def axes_between(pairs: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes in which the two devices of a pair of a permutation differ."""
-    if max(map(max, pairs), default=0) >= math.prod(sizes.values()):
-        return ()
-    places = np.unravel_index(np.array(pairs, int).reshape(-1, 2), tuple(sizes.values()))
-    return tuple(name for name, at in zip(sizes, places, strict=True) if np.any(at[:, 0] != at[:, 1]))
-
-
-def _along(axes: tuple[str, ...], sizes: Mapping[str, int]) -> Groups:
-    """The groups of devices that differ only along these axes."""
-    order = sorted(range(len(sizes)), key=lambda at: list(sizes)[at] in axes)
-    return _rows(_iota(tuple(sizes.values()), order), math.prod(sizes[name] for name in axes))
-
-
-def _iota(shape: Sequence[int], order: Sequence[int]) -> np.ndarray:
-    """The numbers from 0 in this shape, its axes in another order. As they are without one."""
-    numbers = np.arange(math.prod(shape)).reshape(shape)
-    return numbers.transpose(order) if order else numbers
-
-
-def _rows(numbers: np.ndarray, length: int) -> Groups:
-    return tuple(map(tuple, numbers.reshape(-1, length).tolist()))
-
-
-def _lists(text: str) -> Groups:
-    """`{{0,1},{2,3}}`."""
-    return tuple(_ints(group) for group in re.findall(r"\{([\d,]+)\}", text.replace(" ", "")))
-
-
-def _of_mesh(mesh: re.Match[str]) -> Groups:
-    """`mesh['data'=2,'model'=4] {'model'}`, where an axis may be split: `'model':(2)2` is its second half."""
-    named = re.findall(r"'([^']*)'=(\d+)", mesh[1])
-    order: list[int] = _iota(_ints(mesh[2]) or [int(size) for _, size in named], _ints(mesh[3])).ravel().tolist()
-    refs: list[tuple[str, str, str]] = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", mesh[4])
-    wanted = {name: (int(before or 1), int(size or 0)) for name, before, size in refs}
-    sizes: dict[str, int] = {}
-    along: list[str] = []
-    for name, size in ((name, int(size)) for name, size in named):
-        before, length = wanted.get(name, (1, 1))
-        length = length or size // before
-        split = {f"{name}:0": before, f"{name}:1": length, f"{name}:2": size // before // length}
-        sizes |= split
-        along += [f"{name}:1"] if name in wanted else []
-    return tuple(tuple(order[device] for device in group) for group in _along(tuple(along), sizes))
-
-
-def _ints(text: str | None) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", text or ""))
+def _channel_of_steps(instruction: Instruction) -> int:
+    """The channel of a collective that is written into several fusions. 0 for others."""
+    return instruction.channel if '"async_collective_fusion_config"' in instruction.config else 0

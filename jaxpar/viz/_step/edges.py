@@ -15,12 +15,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from ..._core.arrays import PyTree
-from .._draw.style import is_update
-from .._graph import BACKWARD, Node
+from .._graph import BACKWARD
 from .._layout.net import Draft
 from .._program.hlo import Program
+from .._read.bind import is_store
 from .._searches import reach
 from .graph import Phase, StepArgument, StepEdge
+from .phases import changes_params
 from .places import Places, is_part, primitive_of
 
 _MAPPED = ("pmap ", "shard_map ")
@@ -72,10 +73,8 @@ def _gradients(places: Places) -> list[StepEdge]:
         readers.setdefault(source, []).append((target, value))
     goals = {draft.at for draft in phases.optimizers}
     # Codes of compressed gradients are new state too, and stand before the optimizer.
-    hands_on = [
-        *phases.glue,
-        *(draft for draft in phases.optimizers if not is_update(Node(draft.op, draft.op, draft.detail))),
-    ]
+    params = {weight for row in phases.rows for each in (row.draft, *row.gathered) for weight in each.weights}
+    hands_on = [*phases.glue, *(draft for draft in phases.optimizers if not changes_params(draft, params))]
     on = {draft.at: [target for target, _ in readers.get(draft.at, ())] for draft in hands_on}
     edges: dict[tuple[str, str], StepEdge] = {}
     for row in phases.rows:
@@ -124,7 +123,7 @@ def arguments_of(
     taken = jax.tree.leaves(compiled.input_shardings[0])
     direct = len(taken) == len(leaves)
     shardings = taken if direct else [getattr(leaf, "sharding", None) for leaf in leaves]
-    inside = {} if direct else {entry.argument: entry.arrays[0].shape for entry in program.arguments if entry.argument}
+    inside = {} if direct else {entry.op_name: entry.arrays[0].shape for entry in program.arguments if entry.op_name}
     return tuple(_argument(*entry, inside) for entry in zip(names, leaves, shardings, strict=True))
 
 
@@ -137,6 +136,18 @@ def _argument(name: str, leaf: object, sharding: object, inside: Mapping[str, tu
     axes_of = [*sharding.spec, *(None for _ in shape)][: len(shape)]
     spec = tuple("+".join(map(str, axes)) if isinstance(axes, tuple) else str(axes or "") for axes in axes_of)
     return StepArgument(name, shape, dtype, tuple(sharding.shard_shape(shape)), spec)
+
+
+def padding_of(names: list[str], args: PyTree) -> dict[str, int]:
+    """How many elements of an argument are padding: a store of kind "sharded" cuts a value into rows of one length."""
+    padding: dict[str, int] = {}
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args)]
+    for start, store in jax.tree_util.tree_leaves_with_path(args, is_leaf=is_store):
+        for key, layout in store.layouts if is_store(store) else ():
+            values = (*start, jax.tree_util.GetAttrKey("values"), jax.tree_util.DictKey(key))
+            if layout.sharding is None:
+                padding[names[paths.index(values)]] = store.values[key].size - math.prod(layout.shape)
+    return padding
 
 
 def spec_from_shapes(shape: tuple[int, ...], local: tuple[int, ...], mesh: Mapping[str, int]) -> tuple[str, ...] | None:

@@ -7,27 +7,24 @@ loss and the metrics above them. Behind the columns that each device computes al
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..._core.text import plural
 from .._draw import style
 from .._draw.extent import HIGHEST
 from .._draw.picture import Plot
-from .._draw.style import SMALL, Options, attributes, cut, ink, own_name, quote, scope_label, text_width
+from .._draw.style import SMALL, Options, attributes, cut, ink, own_name, scope_label
 from .._fold.cells import SENT
 from .._graph import BACKWARD, Graph, Node, human
 from .._scopes import Path, paths_of
 from .._searches import reach
-from .graph import Collective, StepArgument, StepEdge, StepGraph, StepLayer, StepPart, sends_text, spec_text
+from .graph import Collective, StepEdge, StepGraph, StepLayer, StepPart, sends_text
+from .marks import LINE, Line, Point, curve, label, line, node, size
+from .phases import changes_params
+from .words import cost, edge_text, layer_lines, tooltip, weights_text
 
-Point = tuple[float, float]
-Line = tuple[str, str]  # a text, and "big", "plain" or "sent"
-
-_LINE = 13.0  # points, the height of a line
-_PAD, _GAP, _LANE = 18.0, 26.0, 12.0
-_POINTS = 72.0  # of an inch
+_GAP, _LANE = 26.0, 12.0  # points
 _SENT = "#c51b7d"
 _FITS, _TOO_MUCH = "#d6e4f2", "#d7301f"
 _AGAIN = "#1f6feb"
@@ -113,7 +110,7 @@ class _Drawing:
         self.lanes: dict[tuple[str, str, str], float] = {}  # of edges that pass rows, by phase, source and target
         self.knee = self.top = self.right = 0.0  # where the words beside the edges between gradients end; of the whole
         self.inputs = dict.fromkeys(edge.source for edge in graph.edges if edge.source not in self.rows)
-        self.bottom = -_LINE - 30.0 * max(len(self.inputs), 1)  # of what a device has alone
+        self.bottom = -LINE - 30.0 * max(len(self.inputs), 1)  # of what a device has alone
         self._place_rows()
         self._place_updates()
         self._place_columns({phase: self._place_lanes(phase) for phase in ("forward", "backward")})
@@ -160,11 +157,11 @@ class _Drawing:
             row.height = max(*heights, *(size(lines)[1] for lines in boxes))
             row.halves = heights[0] / 2, heights[1] / 2
             lines = max(len(below.above) if below else 1, len(row.below))
-            y += _GAP + _LINE * lines + row.height / 2
+            y += _GAP + LINE * lines + row.height / 2
             row.y = y
             y += row.height / 2
             below = row
-        self.top = y + (_LINE * len(below.above) if below else 0) + _GAP / 2
+        self.top = y + (LINE * len(below.above) if below else 0) + _GAP / 2
         # What the step returns beside its new state is one box above all rows.
         names = list(dict.fromkeys(edge.target for edge in self.graph.edges if edge.phase == "metrics"))
         others = len(names) - _MOST_RESULTS
@@ -270,7 +267,8 @@ class _Drawing:
             self.wall = min(edges), max([*edges, *along_y])
         # What prepares or checks an update, such as the codes of compressed gradients, is one box below the optimizers.
         updates = self.graph.optimizers
-        known = [one for one in updates if style.is_update(Node(one.name, one.op, one.detail))] or list(updates)
+        params = {weight for layer in self.graph.layers for weight in layer.weights}
+        known = [one for one in updates if changes_params(one, params)] or list(updates)
         self.known = {one.name for one in known}
         others = [one for one in updates if one not in known]
         taken = [(self.results_y, size(self.results)[1])] if self.results else []
@@ -297,7 +295,7 @@ class _Drawing:
     def height(self) -> float:
         """Of all of it, in points."""
         highest = max(self.top + 7 * (self.cards - 1), self.results_y + size(self.results)[1] / 2)
-        return highest - self.bottom + _LINE + 12 + _CAPTION
+        return highest - self.bottom + LINE + 12 + _CAPTION
 
     def _head(self) -> list[str]:
         """`nop2` draws nodes and edges where they say that they are."""
@@ -332,7 +330,7 @@ class _Drawing:
         lines: list[Line] = [(f"each of {self.graph.devices} devices", "plain")]
         wide = size(lines)[0]
         look = {"label": label(lines, self.theme.text), "shape": "plaintext", "style": ""}
-        yield node("devices", (right - wide / 2, self.bottom + 2), (wide, _LINE), **look)
+        yield node("devices", (right - wide / 2, self.bottom + 2), (wide, LINE), **look)
 
     def _blocks(self) -> Iterator[str]:
         """A frame around the rows of each repeated block and loop."""
@@ -381,7 +379,7 @@ class _Drawing:
             colour = style.heat(cost(part, self.heat) / self.most)
         if self.by_memory and self.limit is not None:
             colour = _TOO_MUCH if (part.peak or 0) > self.limit else _FITS
-        look = {"label": label(lines, ink(colour)), "fillcolor": colour, "tooltip": _tooltip(layer, part)}
+        look = {"label": label(lines, ink(colour)), "fillcolor": colour, "tooltip": tooltip(layer, part)}
         look |= {"style": "filled,rounded" + (",dashed" if column == "backward" else "")}
         if self.by_memory and part.again:
             look |= {"penwidth": 2.5, "color": _AGAIN}
@@ -395,12 +393,12 @@ class _Drawing:
         """The lines beside an edge, to the right of it. What is sent has a colour of its own."""
         for number, text in enumerate(lines if way < 0 else lines[::-1]):
             width = size([text])[0] - 8
-            at = x + width / 2 + 5, y + way * (_LINE * (number + 0.5) + 6)
+            at = x + width / 2 + 5, y + way * (LINE * (number + 0.5) + 6)
             sent = text[1] == "sent"
             look = {"style": "filled" if sent else "", "shape": "box" if sent else "plaintext", "tooltip": text[0]}
             look |= {"fillcolor": _SENT, "color": _SENT} if sent else {}
             colour = "#ffffff" if sent else self.theme.line
-            yield node(f"{name} {number}", at, (width, _LINE - 1), label=label([text], colour), **look)
+            yield node(f"{name} {number}", at, (width, LINE - 1), label=label([text], colour), **look)
 
     def _reads(self, row: Row) -> Iterator[str]:
         """The way of the parameters from the band to the forward box."""
@@ -420,7 +418,7 @@ class _Drawing:
         look = {"shape": "oval", "style": "filled", "fillcolor": "#8dd3c7"}
         for number, name in enumerate(self.inputs):
             lines = [(name, "plain")]
-            at = self.x["forward"], -_LINE - number * 30
+            at = self.x["forward"], -LINE - number * 30
             yield node(name, at, (size(lines)[0] * 1.3, 26), label=label(lines, style.INK), **look)
 
     def _edges(self) -> Iterator[str]:
@@ -429,7 +427,7 @@ class _Drawing:
             up = edge.phase != "backward"
             ends = (edge.source, edge.target) if up else (edge.source + BACKWARD, edge.target + BACKWARD)
             first, x = self.rows.get(edge.source), self.x["forward" if up else "backward"]
-            y, low = (first.y, _half(first, up)) if first else (-_LINE, 13.0)
+            y, low = (first.y, _half(first, up)) if first else (-LINE, 13.0)
             lane = self.lanes.get(("forward" if up else "backward", edge.source, edge.target))
             if edge.target == _RESULTS:
                 side, goal = self._left("forward"), (self.x["optimizer"] - size(self.results)[0] / 2, self.results_y)
@@ -510,11 +508,11 @@ class _Drawing:
         rows = [row for row in self.rows.values() if row.band]
         if not rows:
             return
-        side, below, x = self._right("optimizer"), self.bottom - _LINE, self.x["band"]
+        side, below, x = self._right("optimizer"), self.bottom - LINE, self.x["band"]
         points = [(side, y), (side + 12, y), (side + 12, below), (x, below), (x, rows[0].y - rows[0].height / 2)]
         yield line(name, "parameters", points, color=_BAND_LINE, penwidth=2.5, tooltip="the new parameters")
         look = {"shape": "plaintext", "style": "", "fontsize": SMALL, "fontcolor": self.theme.text}
-        yield node("new parameters", (self.x["optimizer"] - 20, below + 9), (90, _LINE), label="new parameters", **look)
+        yield node("new parameters", (self.x["optimizer"] - 20, below + 9), (90, LINE), label="new parameters", **look)
 
     def _caption(self) -> str:
         """The title and the totals, below everything."""
@@ -540,7 +538,7 @@ class _Drawing:
         texts += [f"elsewhere in the step: {text}" for text in sends_text(elsewhere, self.mesh)]
         lines: list[Line] = [(self.title, "big"), *((text, "plain") for text in texts)]
         wide, high = size(lines)
-        at = self.right / 2, self.bottom - _LINE - 12 - high / 2
+        at = self.right / 2, self.bottom - LINE - 12 - high / 2
         return node("caption", at, (wide, high), label=label(lines, self.theme.text), shape="plaintext", style="")
 
 
@@ -549,112 +547,11 @@ def _half(row: Row, up: bool) -> float:
     return row.halves[0 if up else 1] or row.height / 2
 
 
-def _tooltip(layer: StepLayer, part: StepPart) -> str:
-    lines = [f"{layer.name}: {layer.op} {layer.detail}".strip(), f"{part.flops:,} FLOP, {part.bytes:,} B"]
-    lines += [f"{part.peak:,} bytes live on a device"] if part.peak is not None else []
-    lines += [f"{part.seconds:.3g} s"] if part.seconds is not None else []
-    return "\n".join([*lines, layer.source])
-
-
-def node(name: str, at: Point, size: Point, **look: object) -> str:
-    """A node with its middle at a place."""
-    box = {"pos": f"{at[0]:.1f},{at[1]:.1f}", "width": f"{size[0] / _POINTS:.3f}", "height": f"{size[1] / _POINTS:.3f}"}
-    return f"{quote(name)} {attributes(**box, **look)}"
-
-
-def line(source: str, target: str, points: Sequence[Point], **look: object) -> str:
-    """An edge along straight lines."""
-    way = [points[0]]
-    for a, b in itertools.pairwise(points):
-        way += [_between(a, b, 1 / 3), _between(a, b, 2 / 3), b]
-    return _edge(source, target, way, **look)
-
-
-def curve(source: str, target: str, start: Point, end: Point, knee: float, **look: object) -> str:
-    """An edge that leaves and arrives level. It turns behind the knee."""
-    turn = (min(max(knee, start[0]), end[0] - 12), start[1])
-    middle = (turn[0] + end[0]) / 2
-    way = [start, _between(start, turn, 1 / 3), _between(start, turn, 2 / 3), turn]
-    return _edge(source, target, [*way, (middle, turn[1]), (middle, end[1]), end], **look)
-
-
-def _edge(source: str, target: str, way: list[Point], **look: object) -> str:
-    """The arrow's head begins 6 points before the end."""
-    tip, before = way[-1], way[-2]
-    length = max(1e-6, ((tip[0] - before[0]) ** 2 + (tip[1] - before[1]) ** 2) ** 0.5)
-    way = [*way[:-1], _between(tip, before, min(0.9, 6 / length))]
-    text = " ".join(f"{x:.1f},{y:.1f}" for x, y in way)
-    return f"{quote(source)} -> {quote(target)} {attributes(pos=f'e,{tip[0]:.1f},{tip[1]:.1f} {text}', **look)}"
-
-
-def _between(a: Point, b: Point, share: float) -> Point:
-    return a[0] + (b[0] - a[0]) * share, a[1] + (b[1] - a[1]) * share
-
-
-def label(lines: Sequence[Line], colour: str) -> str:
-    """The lines as one label."""
-    return style.label([(text, style.SIZE if kind == "big" else SMALL, kind == "big") for text, kind in lines], colour)
-
-
-def size(lines: Sequence[Line]) -> tuple[float, float]:
-    """The width and the height of a box with these lines."""
-    widths = [text_width(text, style.SIZE if kind == "big" else SMALL, kind == "big") for text, kind in lines]
-    return max(widths, default=0.0) + _PAD, _LINE * len(lines) + 10
-
-
 def _free(ys: Sequence[float], height: float, taken: list[tuple[float, float]]) -> float:
     """The next place upwards from the middle of these where nothing is. `taken` grows."""
     y = sum(ys) / len(ys)
-    for other, size in sorted(taken):
-        if abs(other - y) < (size + height) / 2 + 6:
-            y = other + (size + height) / 2 + 6
+    for other, other_height in sorted(taken):
+        if abs(other - y) < (other_height + height) / 2 + 6:
+            y = other + (other_height + height) / 2 + 6
     taken.append((y, height))
     return y
-
-
-def edge_text(edge: StepEdge) -> list[Line]:
-    """The line beside an edge: the shape, and how it is split."""
-    kind = "" if edge.dtype in ("float32", "") else f" {edge.dtype}"
-    return [(f"{style.shape_text(edge.shape)}{kind} {spec_text(edge.spec)}".strip(), "plain")]
-
-
-def weights_text(layer: StepLayer, arguments: Iterable[StepArgument]) -> list[Line]:
-    """The lines of a cell of the band: how many parameters, and how they are split."""
-    specs_of = {argument.name: spec_text(argument.spec) for argument in arguments if argument.name in layer.weights}
-    specs = dict.fromkeys(specs_of[name] for name in layer.weights if specs_of.get(name))
-    return [(text, "plain") for text in (f"{layer.params:,} params", *list(specs)[:2])]
-
-
-def layer_lines(layer: StepLayer, part: StepPart, options: Options, *, backward: bool) -> list[Line]:
-    """The lines of a box. A layer is called as in `plot_network`."""
-    name = own_name(Node(layer.name, layer.op, layer.detail, scope=layer.scope))
-    if backward:
-        texts = [name or layer.op, "backward"]
-    else:
-        texts = [name, f"{layer.op} {layer.detail}".strip()] if name else [layer.op, layer.detail]
-    lines = [(cut(text), "plain" if number else "big") for number, text in enumerate(texts)]
-    heat, by_memory = options.heat, options.height == "memory" or options.heat == "memory"
-    if heat == "seconds" and part.seconds is not None:
-        lines.append((human_seconds(part.seconds), "plain"))
-    lines += [(f"{part.flops_per_byte:.3g} FLOP/B", "plain")] if heat == "flop/byte" else []
-    lines += [(f"{human(part.peak, 'B')} live", "plain")] if by_memory and part.peak is not None else []
-    lines += [("computed again (remat)", "plain")] if options.height == "memory" and backward and part.again else []
-    return [line for line in lines if line[0]]
-
-
-def cost(part: StepPart, heat: str | None) -> float:
-    """What `heat` colours by."""
-    amount = {"seconds": part.seconds, "flop/byte": part.flops_per_byte, "memory": part.peak}.get(heat or "")
-    return amount or 0.0
-
-
-def human_seconds(seconds: float) -> str:
-    """A time with three digits.
-
-    >>> human_seconds(0.00123)
-    '1.23 ms'
-    """
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"

@@ -1,14 +1,11 @@
 """`trace_step` and `plot_step`: from a step, its compiled program and a profile to its `StepGraph` and picture.
 
-Begin with `read_step`: it traces and compiles the same function, and joins what both say. `_events` reads a profile.
+Begin with `read_step`: it traces and compiles the same function, and joins what both say.
 """
 
 from __future__ import annotations
 
 import functools
-import glob
-import math
-import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +17,7 @@ import jax
 from ..._core import checks
 from ..._core.arrays import PyTree
 from ..._core.files import as_path
-from ..._core.text import did_you_mean, plural
+from ..._core.text import plural
 from .._draw.style import Options
 from .._fold.calls import Call
 from .._fold.templates import Pattern, Rule
@@ -28,19 +25,21 @@ from .._function import check_picture, check_trace, read
 from .._graph import Graph
 from .._layout.collapse import FEW_BOXES, close_until
 from .._layout.net import Draft, Net, name_drafts, to_graph
-from .._program.hlo import Program, parse
+from .._program.hlo import Program, program_of
 from .._program.memory import StepMemory, memory_of
-from .._program.sends import KINDS, sends_of
+from .._program.sends import sends_of
 from .._trace import all_layers, close
-from .edges import arguments_of, device_count, edges_of, mesh_of
+from .edges import arguments_of, device_count, edges_of, mesh_of, padding_of
 from .gathered import read_as_params
 from .graph import StepGraph, StepLayer, StepPart
-from .places import Places, Placing, Row
+from .phases import Row, phases_of
+from .places import Places
+from .profile import Profile, check_profile, seconds_of
+from .sent import Placing
 
 if TYPE_CHECKING:
     from .picture import StepPlot
 
-Profile = Mapping[str, float] | str | os.PathLike[str]
 _HEATS = ("flop/byte", "memory")
 _MOST_NODES = 200  # layers in a picture
 _ROWS = (12, 10, 8, 6)  # of boxes, that a picture has at most until it fits a screen
@@ -84,7 +83,16 @@ def trace_step(
         >>> graph.devices, graph.collectives, [layer.op for layer in graph.layers]
         (1, (), ['FullyConnected'])
     """
-    return read_step(step, args, params_argnums, profile, (depth, max_nodes, repeats, rules))[0]
+    return read_step(
+        step,
+        args,
+        params_argnums=params_argnums,
+        profile=profile,
+        depth=depth,
+        max_nodes=max_nodes,
+        repeats=repeats,
+        rules=rules,
+    )[0]
 
 
 def plot_step(
@@ -151,13 +159,20 @@ def plot_step(
             f"plot_step: heat must be one of {', '.join(_HEATS)}, a dict of layers and seconds, or the directory of a "
             f"profile, got {profile!r}"
         )
-    on_screen = max_nodes == "screen" and depth is None and height is None and profile is None
-    most = _MOST_NODES if max_nodes == "screen" else max_nodes
-    options = (depth, most, repeats, rules)
     from .picture import fits_screen  # loads graphviz
 
-    fits = functools.partial(fits_screen, options=Options(title)) if on_screen else None
-    graph, network = read_step(step, args, params_argnums, profile, options, fits=fits)
+    on_screen = max_nodes == "screen" and depth is None and height is None and profile is None
+    graph, network = read_step(
+        step,
+        args,
+        params_argnums=params_argnums,
+        profile=profile,
+        depth=depth,
+        max_nodes=_MOST_NODES if max_nodes == "screen" else max_nodes,
+        repeats=repeats,
+        rules=rules,
+        fits=functools.partial(fits_screen, options=Options(title)) if on_screen else None,
+    )
     shown = str(heat) if named else "seconds" if profile is not None else None
     parts = (part for layer in (*graph.layers, *graph.optimizers) for part in (layer.forward, layer.backward) if part)
     if height is not None and all(part.peak is None for part in parts):
@@ -186,9 +201,13 @@ def plot_drawn(
 def read_step(
     step: Callable[..., Any],
     args: tuple[Any, ...],
-    params_argnums: int | Sequence[int] | None,
-    profile: Profile | None,
-    options: tuple[Any, ...],
+    *,
+    params_argnums: int | Sequence[int] | None = 0,
+    profile: Profile | None = None,
+    depth: int | None = None,
+    max_nodes: int | None = _MOST_NODES,
+    repeats: bool = True,
+    rules: Sequence[Call | Pattern | Rule] = (),
     compiled: jax.stages.Compiled | None = None,
     fits: Callable[[StepGraph, Graph], bool] | None = None,
 ) -> tuple[StepGraph, Graph]:
@@ -196,18 +215,19 @@ def read_step(
 
     `compiled` is the program of the step, where there is one already. Blocks are closed until the picture `fits`.
     """
-    check_trace(step, len(args), params_argnums, *options, what="trace_step")
-    seconds_or_folder = _check_profile(profile)
+    check_trace(step, len(args), params_argnums, depth, max_nodes, repeats, rules, what="trace_step")
+    seconds_or_folder = check_profile(profile)
     # Layers come from the trace; what is sent and what is live come from the compiled program. `Places` says which
     # instruction is of which layer.
-    whole, compiled = _read(step, args, params_argnums, options, compiled)
-    program, depth, most = parse(compiled.as_text() or ""), *options[:2]
+    whole = _traced(step, args, params_argnums, repeats, rules)
+    compiled = compiled or _compiled(step, args)
+    program = program_of(compiled)
     memory = memory_of(program, compiled)
     # A picture that is too high is made again, of fewer rows.
     rows = iter(_ROWS)
     while True:
         net = whole.copy()
-        close(net, depth, most)
+        close(net, depth, max_nodes)
         graph, network = _graph_of(step, args, net, compiled, program, memory, seconds_or_folder)
         if fits is None or fits(graph, network) or (fewer := next(rows, None)) is None:
             return graph, network
@@ -215,8 +235,8 @@ def read_step(
 
 
 def _has_rows(net: Net, most: int) -> bool:
-    """Whether a step has at most so many rows, one for each layer with a gradient."""
-    return len({draft.layer.at for draft in net.layers if draft.forward is not None}) <= most
+    """Whether a step has at most so many rows, one for each layer of the forward pass."""
+    return len(phases_of(net).rows) <= most
 
 
 def _graph_of(
@@ -239,10 +259,13 @@ def _graph_of(
             f"trace_step: {_name(step)} computes no gradient. Give a whole training step, or draw it with plot_network"
         )
     placing = Placing(places)
-    part = functools.partial(_part, places, _peaks(places, live), _seconds(seconds_or_folder, places))
+    part = functools.partial(_part, places, _peaks(places, live), seconds_of(seconds_or_folder, places))
     leaf_names = [value.name for value in net.raw.values[: len(jax.tree.leaves(args))]]
     network = to_graph(net)
-    counted = {node.name: node.params for node in network.nodes}
+    padding = padding_of(leaf_names, args)
+    counted = {
+        node.name: node.params - sum(padding.pop(weight, 0) for weight in node.weights) for node in network.nodes
+    }
     graph = StepGraph(
         layers=tuple(_layer(places, row, counted, part) for row in phases.rows),
         optimizers=tuple(_layer(places, Row(draft), {}, part) for draft in phases.optimizers),
@@ -251,20 +274,20 @@ def _graph_of(
         arguments=arguments_of(program, compiled, leaf_names, args),
         mesh=tuple(mesh.items()),
         devices=devices,
-        total_params=network.total_params,
+        total_params=sum(counted.values()),
         memory=memory,
     )
     return graph, network
 
 
-def _read(
+def _traced(
     step: Callable[..., Any],
     args: tuple[Any, ...],
     params_argnums: int | Sequence[int] | None,
-    options: tuple[Any, ...],
-    compiled: jax.stages.Compiled | None,
-) -> tuple[Net, jax.stages.Compiled]:
-    """The layers of a step and its compiled program."""
+    repeats: bool,
+    rules: Sequence[Call | Pattern | Rule],
+) -> Net:
+    """The layers of a step."""
     try:
         raw, _, _ = read(step, args, {}, params_argnums)
     except Exception as error:
@@ -272,16 +295,18 @@ def _read(
             raise
         raise _failure(step, args, "traced", error) from error
     read_as_params(raw)
-    net = all_layers(raw, *options[2:])
+    return all_layers(raw, repeats, rules)
+
+
+def _compiled(step: Callable[..., Any], args: tuple[Any, ...]) -> jax.stages.Compiled:
+    """The compiled program of a step."""
+    jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            if compiled is None:
-                jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
-                compiled = compile_from_source(jitted.lower(*args))
+            return compile_from_source(jitted.lower(*args))
     except Exception as error:
         raise _failure(step, args, "compiled", error) from error
-    return net, compiled
 
 
 def _failure(step: object, args: tuple[Any, ...], what: str, error: Exception) -> ValueError:
@@ -339,67 +364,6 @@ def _part(places: Places, peaks: dict[int, int], seconds: dict[str, float], draf
         seconds=sum(measured) if measured else None,
         again=any(eqns[number].again for draft in drafts for number in draft.eqns),
     )
-
-
-def _check_profile(profile: Any) -> Mapping[str, float] | Path | None:
-    """What `trace_step` is given, checked before anything is compiled."""
-    if profile is None or isinstance(profile, (str, os.PathLike)):
-        return None if profile is None else as_path(profile, "trace_step: profile")
-    if not isinstance(profile, Mapping):
-        raise TypeError(
-            "trace_step: profile must be a dict of layers and seconds, or the directory that jax.profiler.trace wrote, "
-            f"got a {type(profile).__name__}"
-        )
-    for name, seconds in profile.items():
-        expected = "a number of seconds, 0 or more"
-        checks.number(seconds, "trace_step", f"profile[{name!r}]", expected, lambda value: 0 <= value < math.inf)
-    return profile
-
-
-def _seconds(profile: Mapping[str, float] | Path | None, places: Places) -> dict[str, float]:
-    """The seconds of each layer, by its name. Those of a directory are the sum over its devices and steps."""
-    seconds_of: dict[str, float] = {}
-    if isinstance(profile, Mapping):
-        seconds_of |= {str(name): float(seconds) for name, seconds in profile.items()}
-    elif profile is not None:
-        for event, seconds in _events(str(profile)):
-            if (at := _draft_of(event, places)) is not None:
-                seconds_of[places.names[at]] = seconds_of.get(places.names[at], 0.0) + seconds
-        if not seconds_of:
-            raise ValueError(f"trace_step: the profile in {str(profile)!r} has no instruction of this step")
-    names = list(places.names.values())
-    for name in sorted(seconds_of.keys() - set(names)):
-        raise ValueError(
-            f"trace_step: the profile has a layer {name!r}, which the step lacks{did_you_mean(name, names)}"
-        )
-    return seconds_of
-
-
-def _draft_of(event: str, places: Places) -> int | None:
-    """The layer of an instruction. Of a fusion the one that it is named after."""
-    if event not in places.program.home:
-        return None
-    instruction = places.program[event]
-    kind = instruction.opcode.removesuffix("-done").removesuffix("-start")
-    if instruction.opcode in ("while", "call", "conditional") or kind in KINDS:
-        return None  # what they call has events of its own; a collective waits for other devices
-    draft_at = places.draft_at.get(event)
-    return draft_at if draft_at is not None else next(iter(places.drafts_of(instruction)), None)
-
-
-def _events(folder: str) -> list[tuple[str, float]]:
-    """The name of the instruction and the seconds of each event of a profile that is one."""
-    files = sorted(glob.glob(os.path.join(folder, "**", "*.xplane.pb"), recursive=True))
-    if not files:
-        raise ValueError(f"trace_step: there is no profile (*.xplane.pb) in {folder!r}; record one with jax.profiler")
-    timed: list[tuple[str, float]] = []
-    with warnings.catch_warnings():  # jax 0.12 ends the process where its reader warns and a warning is an error
-        warnings.simplefilter("ignore")
-        for data in map(jax.profiler.ProfileData.from_file, files):
-            events = (event for plane in data.planes for line in plane.lines for event in line.events)
-            named = ((dict(event.stats).get("hlo_op"), event.duration_ns / 1e9) for event in events)
-            timed += [(str(name), seconds) for name, seconds in named if name]
-    return timed
 
 
 _IN_KEY = "jax_compilation_cache_include_metadata_in_key"

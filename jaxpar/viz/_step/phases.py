@@ -1,0 +1,178 @@
+"""Which layers of a step are forward, which are their gradients, and what follows these: glue, then the optimizer.
+
+`phases_of` reads the trace alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
+
+from .._draw import style
+from .._fold.calls import OPTIMIZERS
+from .._fold.cells import COLLECTIVES
+from .._graph import BACKWARD, Node
+from .._layout.net import Draft, Net
+from .._read.raw import Raw
+from .._searches import reach, readers
+from .graph import Phase, StepLayer
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A layer: its draft, those of its gradient and of what is computed again for that, and what gathers its params."""
+
+    draft: Draft
+    backward: list[Draft] = field(default_factory=list)
+    gathered: list[Draft] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Phases:
+    """Which draft is part of what."""
+
+    rows: list[Row] = field(default_factory=list)  # the layers, in the order of the trace
+    optimizers: list[Draft] = field(default_factory=list)  # what follows the gradients and is no glue
+    glue: list[Draft] = field(default_factory=list)  # collectives and copies, which only hand gradients on
+    of: dict[int, Phase] = field(default_factory=dict[int, Phase])  # of each draft
+    row_of: dict[int, Row] = field(default_factory=dict)  # of each forward and backward draft
+    gathers: dict[int, list[Row]] = field(default_factory=dict)  # what only gathers params: the layers that read it
+    metrics: dict[str, list[int]] = field(default_factory=dict)  # each result that is no new state: its layers
+
+
+def phases_of(net: Net) -> Phases:
+    """The phases of a step. A step without gradients has no backward part anywhere."""
+    phases = Phases()
+    sources = net.sources()
+    readers_of = readers(sources)
+    gradients = {draft.at for draft in net.layers if draft.op.endswith(BACKWARD)}
+    after = reach(gradients, readers_of)
+    again = {d.at for d in net.layers if d.eqns and all(net.raw.eqns[number].again for number in d.eqns)}  # by remat
+    before = reach(gradients | again, sources)
+    layers = {draft.forward.at for draft in net.layers if draft.forward is not None}
+    results = _results(net.raw)
+    gathers = _gathers(net, sources, readers_of) - layers
+    for draft in net.layers:
+        if draft.at in gathers and draft.at in before:
+            phases.of[draft.at] = "parameters"
+        elif draft.at in gradients or draft.at in again:
+            phases.of[draft.at] = "backward"
+        elif draft.at in after:
+            phases.of[draft.at] = "optimizer"
+        elif draft.at in before or draft.at in layers:
+            phases.of[draft.at] = "forward"
+            row = phases.row_of[draft.at] = Row(draft)
+            phases.rows.append(row)
+        else:  # a schedule of the optimizer reads no layer; a metric, or the check of a loss for NaN, does
+            reads_layers = not reach([draft.at], sources).isdisjoint(before | layers)
+            is_schedule = not reads_layers and reach([draft.at], readers_of) & after
+            phases.of[draft.at] = "optimizer" if is_schedule else "elsewhere"
+    _add_backward(net, phases)
+    for draft in (draft for draft in net.layers if phases.of[draft.at] == "parameters"):
+        ways = {at: read if phases.of.get(at) == "parameters" else set[int]() for at, read in readers_of.items()}
+        rows = [phases.row_of[at] for at in sorted(reach([draft.at], ways)) if at in phases.row_of]
+        phases.gathers[draft.at] = list({row.draft.at: row for row in rows}.values())
+        for row in rows[:1] if draft.weights else ():
+            row.gathered.append(draft)
+    for draft in (draft for draft in net.layers if phases.of[draft.at] == "optimizer"):
+        # What hands gradients on to an optimizer reads no parameters and returns no new state, or is a collective.
+        hands_on = draft.at in after and not draft.weights and all(name in results for name in draft.outputs)
+        (phases.glue if draft.op in COLLECTIVES or hands_on else phases.optimizers).append(draft)
+    # A metric may pass a sum over the devices, which packs it with others. So its layers are all that reach the sum.
+    updated = {draft.at for draft in phases.optimizers}
+    above = {at: {} if at in phases.row_of or at in updated else read for at, read in sources.items()}
+    for draft in net.layers:
+        for name in (name for name in draft.outputs if name in results):
+            rows = [at for at in reach([draft.at], above) if phases.of.get(at) == "forward" and at in phases.row_of]
+            is_loss = draft.at in phases.row_of or draft.op == "Loss"
+            shown = results[name] or ("loss" if is_loss else name)
+            if rows:
+                phases.metrics[name if shown in phases.metrics else shown] = sorted(rows)
+    phases.metrics = dict(
+        sorted(phases.metrics.items(), key=lambda metric: metric[0] != "loss")
+    )  # the loss comes first
+    return phases
+
+
+def changes_params(box: Draft | StepLayer, params: Set[int] | Set[str]) -> bool:
+    """Whether a box behind the gradients changes params: a known optimizer, or an update that reads some of them.
+
+    The codes of compressed gradients, in kind "sharded" an array for each gradient, read no params.
+    """
+    is_update = style.is_update(Node(box.op, box.op, box.detail))
+    return is_update and (box.op in OPTIMIZERS or not params.isdisjoint(box.weights))
+
+
+def _gathers(net: Net, sources: Mapping[int, Iterable[int]], readers_of: Mapping[int, Iterable[int]]) -> set[int]:
+    """What sends params between devices before a layer reads them, and the joining and cutting around that.
+
+    The compiled program says what is sent, so a step has no boxes for these.
+    """
+    of_data = reach((draft.at for draft in net.drafts if draft.op == "input"), readers_of)
+    of_params = {draft.at for draft in net.layers} - of_data
+    sent = [draft.at for draft in net.layers if draft.at in of_params and draft.op in COLLECTIVES]
+    around = (
+        reach(sent, {at: of_params.intersection(ends) for at, ends in wires.items() if at in of_params})
+        for wires in (sources, readers_of)
+    )
+    return set[int]().union(*around)
+
+
+def _results(raw: Raw) -> dict[str, str]:
+    """The results that are no new state, and how each is called: "loss" for "output[1]['loss']", "" for "output[2]".
+
+    A new state has the path below its argument, the shape and the dtype of an old one.
+    """
+    old = {
+        (value.name.removeprefix(value.argument), value.shape, value.dtype)
+        for value in raw.values
+        if value.kind in ("weight", "input")
+    }
+    results: dict[str, str] = {}
+    for name, number in zip(raw.output_names, raw.outputs, strict=True):
+        value = raw.values[number]
+        tails = name.removeprefix("output"), _ARGUMENT.sub("", name)
+        if not any((tail, value.shape, value.dtype) in old for tail in tails):
+            keys = _KEY.findall(name)
+            results[name] = "".join(keys[-1]) if keys else ""
+    return results
+
+
+_ARGUMENT = re.compile(r"^output(\[\d+\])?")
+_KEY = re.compile(r"\['([^']+)'\]|\.(\w+)")
+
+
+def _add_backward(net: Net, phases: Phases) -> None:
+    """Give each backward draft to its layer. What is computed again belongs to the layer of the same place."""
+    at_place: dict[int, Row] = {}
+    sources = net.sources()
+    for row in phases.rows:
+        for number in row.draft.eqns:
+            at_place.setdefault(net.raw.eqns[number].position, row)
+    for draft in (draft for draft in net.layers if phases.of[draft.at] == "backward"):
+        row = phases.row_of.get(draft.layer.at)
+        if row is None:
+            eqns = [net.raw.eqns[number] for owner in (draft.forward, draft) if owner for number in owner.eqns]
+            places = [eqn.position for eqn in eqns] + [number for eqn in eqns for number in net.raw.above(eqn)]
+            row = next((at_place[number] for number in places if number in at_place), None)
+            row = row or _computed_again(net, phases, draft.layer, sources)
+        if row is not None:
+            row.backward.append(draft)
+            phases.row_of[draft.at] = row
+
+
+def _computed_again(net: Net, phases: Phases, again: Draft, sources: dict[int, set[int]]) -> Row | None:
+    """The layer that remat computes again in another place: of the same line, and of the same params or operands."""
+
+    def lines(draft: Draft) -> set[tuple[str, int]]:
+        stacks = (net.raw.own_stack(net.raw.eqns[number]) for number in draft.eqns)
+        return {(stack[-1].file, stack[-1].line) for stack in stacks if stack}
+
+    at_lines = lines(again)
+    rows = [row for row in phases.rows if row.draft.op == again.op and not at_lines.isdisjoint(lines(row.draft))]
+    if again.weights:
+        return next((row for row in rows if not set(row.draft.weights).isdisjoint(again.weights)), None)
+    reads = {phases.row_of[at].draft.at if at in phases.row_of else at for at in sources.get(again.at, ())}
+    same = [row for row in rows if not reads.isdisjoint(sources.get(row.draft.at, ()))]
+    return same[0] if len(same) == 1 else rows[0] if len(rows) == 1 else None
