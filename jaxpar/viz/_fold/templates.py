@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._read import jaxpr
-from .._read.bind import Argument
+from .._read.arguments import Argument
 from .._read.raw import Eqn, Raw
 from .calls import CALLS, fold_calls
 from .cells import Cell, Cells
