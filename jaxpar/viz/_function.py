@@ -31,8 +31,9 @@ from ._fold.calls import Call
 from ._fold.templates import Pattern, Rule
 from ._graph import FAILS_AT
 from ._read import jaxpr
-from ._read.bind import Bound, bind, called_method, is_keras, is_linen, is_mxnet, linen_variables, mxnet_function
+from ._read.bind import Bound, bind
 from ._read.costs import Jaxpr
+from ._read.libraries import called_method, is_keras, is_linen, is_mxnet, linen_variables, mxnet_function
 from ._read.raw import Raw
 from ._read.source import is_users
 

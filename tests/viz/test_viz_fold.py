@@ -268,6 +268,17 @@ def test_a_normalization_is_one_node_however_written(fn, x, label):
     assert gradient.count(f"{label[0]} (backward)") == 1
 
 
+def test_running_statistics_that_read_a_normalization_leave_its_scale_in_it():
+    def fn(p, x):
+        mean, variance = x.mean((0, 1), keepdims=True), x.var((0, 1), keepdims=True)
+        y = (x - mean) * jax.lax.rsqrt(variance + 1e-5) * p["g"] + p["b"]
+        return jnp.sin(y), 0.9 * p["m"] + 0.1 * mean, 0.9 * p["v"] + 0.1 * variance
+
+    graph = viz.trace(fn, SCALES, TOKENS)
+    assert (graph.layers[0].op, graph.layers[0].params) == ("BatchNorm", 2 * 16)
+    assert [node.op for node in graph.layers].count("sin") == 1
+
+
 def test_a_residual_stays_outside_of_a_normalization_and_a_condition_too():
     assert ops(lambda p, x: x + rms_a(p, x), SCALES, TOKENS) == ["RMSNorm", "add"]
     conditioned = ops(lambda p, x, c: layer_d(p, x) * jnp.tanh(c), SCALES, TOKENS, TOKENS)
@@ -687,8 +698,8 @@ VECTOR, SQUARES = Spec((64,), f32), Spec((2, 9, 9, 4), f32)
 @pytest.mark.parametrize(
     ("fn", "args", "label"),
     [
-        (lambda r: (r - r.mean()) * jax.lax.rsqrt(r.var() + 1e-8), (VECTOR,), ("Normalization", "")),
-        (lambda r: r / jnp.sqrt((r * r).mean() + 1e-6), (VECTOR,), ("Normalization", "")),
+        (lambda r: (r - r.mean()) * jax.lax.rsqrt(r.var() + 1e-8), (VECTOR,), ("Normalization", "mean and variance")),
+        (lambda r: r / jnp.sqrt((r * r).mean() + 1e-6), (VECTOR,), ("Normalization", "root mean square")),
         (lambda r: r / jnp.linalg.norm(r), (VECTOR,), UNIT),
         (lambda p: p["g"] / jnp.linalg.norm(p["g"]), ({"g": VECTOR},), UNIT),
         (lambda p, r: (r - r.mean()) / r.std() * p["g"], ({"g": VECTOR}, VECTOR), ("LayerNorm", "")),

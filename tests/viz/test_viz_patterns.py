@@ -7,24 +7,27 @@ import pytest
 from viz_models import Spec, f32, i32
 
 from jaxpar import viz
+from jaxpar.viz._fold.known import NORMS
 from jaxpar.viz._fold.templates import _template_of
 
 X = Spec((3, 8), f32)
 PATTERNS = [rule for rule in viz.RULES if isinstance(rule, viz.Pattern)]
 
 
-def labels(fn, *args, rules=()):
-    return [(node.op, node.detail) for node in viz.trace(fn, *args, params_argnums=None, rules=rules).layers]
+def labels(fn, *args, rules=(), params_argnums=None):
+    graph = viz.trace(fn, *args, params_argnums=params_argnums, rules=rules)
+    return [(node.op, node.detail) for node in graph.layers]
 
 
 @pytest.mark.parametrize("number", range(len(PATTERNS)))
 def test_the_function_of_a_pattern_is_its_layer(number):
     pattern, template = PATTERNS[number], _template_of(PATTERNS[number])
     args = [Spec(template.cells.raw.values[at].shape, f32) for at in template.arrays]
-    found = labels(lambda *args: jnp.sin(jax.tree.leaves(pattern.fn(*args))[0]), *args)
-    named = {"swish": "silu", "hard_swish": "hard_silu"}  # a number is 1 by default; jax.nn calls it so
-    detail = named.get(pattern.detail, pattern.detail)
-    assert found == [(pattern.op, detail), ("sin", "")]
+    of_params = range(1, len(args)) if pattern in NORMS else None  # what scales and shifts, or is stored
+    found = labels(lambda *args: jnp.sin(jax.tree.leaves(pattern.fn(*args))[0]), *args, params_argnums=of_params)
+    named = {"swish": ("Activation", "silu"), "hard_swish": ("Activation", "hard_silu")}  # a number is 1 by default
+    named |= {"mean and variance": ("LayerNorm", ""), "root mean square": ("RMSNorm", "")}  # over the last axis
+    assert found == [named.get(pattern.detail, (pattern.op, pattern.detail)), ("sin", "")]
 
 
 def _exp(x):

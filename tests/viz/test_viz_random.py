@@ -268,3 +268,16 @@ def test_random_programs(seed):
     except (ValueError, NotImplementedError) as error:
         pytest.skip(f"jax does not differentiate it: {error}")
     assert faults_of(fn, PARAMS, X) == [], made
+
+
+def test_the_cast_of_a_param_that_remat_makes_again_counts():
+    """Only the gradient reads it: a dense layer computes nothing again but this."""
+
+    @jax.checkpoint
+    def layer(w, x):
+        return (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(f32)
+
+    def fn(w, x):
+        return jax.grad(lambda w, x: jnp.sum(layer(w, x) ** 2), (0, 1))(w, x)
+
+    assert faults_of(lambda p, x: fn(p["a"], x), PARAMS, X) == []

@@ -207,11 +207,15 @@ def attach_views(cells: Cells) -> None:
         if owner is not None and raw.eqns[owner.eqns[0]].backward == eqn.backward:
             cells.add(eqn.id, owner)
             continue
-        # A mask, or a cast of an input, that only gradients read is computed for them.
+        # Only gradients read it. A mask, or a cast of an input, is computed for them. A param is not of the backward
+        # pass: the cast of one that remat makes again is a step of the layer whose gradient reads it.
         reader = next(filter(None, (cells.owner[number] for number in read_by)), None)
-        if raw.of(eqn.outs[0]).kind in ("const", "input") and reader is not None:
+        layer = reader.forward if reader is not None else None
+        if reader is not None and raw.of(eqn.outs[0]).kind in ("const", "input"):
             eqn.backward = True
             cells.add(eqn.id, reader)
+        elif layer is not None and cells.is_backward(layer) == eqn.backward:
+            cells.add(eqn.id, layer)
 
 
 def _readers(raw: Raw) -> dict[int, list[int]]:

@@ -114,11 +114,15 @@ CALLS: tuple[Call, ...] = (
     # one operation for each axis
     Call("resize", "Resize", matrices=True, files=("image/scale.py",), tree=True),
     Call("scale_and_translate", "Resize", matrices=True, files=("image/scale.py",), tree=True),
+    Call("segment_sum", "SegmentSum", files=("ops/scatter.py",)),
+    Call("segment_prod", "SegmentProd", files=("ops/scatter.py",)),
+    Call("segment_max", "SegmentMax", files=("ops/scatter.py",)),
+    Call("segment_min", "SegmentMin", files=("ops/scatter.py",)),
     Call("max_pool", "Pooling", "max", files=("_cpu/pooling.py",)),
     Call("avg_pool", "Pooling", "mean", files=("_cpu/pooling.py",)),
     Call("associative_scan", "AssociativeScan", matrices=True, files=("control_flow/loops.py",), tree=True),
 )
-MINOR = frozenset(("Random", "OneHot"))
+MINOR = frozenset(("Random", "OneHot", "SegmentSum", "SegmentProd", "SegmentMax", "SegmentMin"))
 
 
 def normalize(name: str) -> str:

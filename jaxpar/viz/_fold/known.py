@@ -6,16 +6,18 @@ Most are functions that compute a layer, written as users write them, a larger o
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ..._core.checks import describe
-from . import layers, norms
+from . import layers
 from .cells import Cells
 from .templates import Fold, Pattern, Rule, fold_elementwise, fold_template, is_elementwise
-from .terms import maker, root
+from .terms import is_fixed, maker, root
 
 _sigmoid, _exp = jax.nn.sigmoid, jnp.exp
 Array = jax.Array
@@ -36,6 +38,93 @@ ACTIVATIONS = (
     Pattern("Activation", lambda x, c=1.0: jnp.where(x < 0, c * (_exp(x) - 1), x), "elu"),
     Pattern("Activation", jax.nn.selu, "selu"),
     Pattern("Activation", jax.nn.soft_sign, "soft_sign"),
+)
+
+
+def _mean(x: Array, n: float) -> Array:
+    return n * x.sum(-1, keepdims=True)
+
+
+# What is divided by a root, of what, and what else a network may read of it, as for a running mean. `n` and `m` are one
+# by the number of elements, or nearly so.
+def _spread(x: Array, n: float, m: float) -> tuple[Array, ...]:
+    mean = _mean(x, n)
+    return x - mean, _mean(jnp.square(x - _mean(x, n)), m), mean
+
+
+def _spread_by_squares(x: Array, n: float, m: float) -> tuple[Array, ...]:
+    mean = _mean(x, n)
+    return x - mean, _mean(jnp.square(x), m) - jnp.square(mean), mean
+
+
+def _mean_of_squares(x: Array, n: float, m: float) -> tuple[Array, ...]:
+    return x, _mean(jnp.square(x), m)
+
+
+def _sum_of_squares(x: Array, n: float, m: float) -> tuple[Array, ...]:
+    return x, jnp.square(x).sum(-1, keepdims=True)
+
+
+_DIVIDED: tuple[Callable[[Array, Array, Array, float], Array], ...] = (
+    lambda x, spread, scale, e: x * (lax.rsqrt(spread + e) * scale),
+    lambda x, spread, scale, e: scale * x / jnp.sqrt(spread + e),
+    lambda x, spread, scale, e: x * lax.rsqrt(spread + e),
+    lambda x, spread, scale, e: x / jnp.sqrt(spread + e),
+    lambda x, spread, scale, e: x / (jnp.sqrt(spread) + e),
+    lambda x, spread, scale, e: x / jnp.sqrt(spread),
+)
+
+
+def _norm(detail: str, statistics: Callable[[Array, float, float], tuple[Array, ...]]) -> tuple[Pattern, ...]:
+    """The ways to divide an array by the root of how far it spreads."""
+
+    def pattern(divided: Callable[[Array, Array, Array, float], Array]) -> Pattern:
+        def norm(x: Array, scale: Array, n: float = 1.0, m: float = 1.0, e: float = 1.0) -> tuple[Array, ...]:
+            top, spread, *others = statistics(x, n, m)
+            return divided(top, spread, scale, e), spread, *others
+
+        return Pattern("Normalization", norm, detail, where=_are_scales)
+
+    return tuple(map(pattern, _DIVIDED))
+
+
+def _are_scales(cells: Cells, values: Sequence[int]) -> bool:
+    """Whether all but the first are params, or a param and a constant make them."""
+    for value in values[1:]:
+        eqn = maker(cells, value)
+        read = [each for each in ([value] if eqn is None else eqn.ins) if not is_fixed(cells, each)]
+        if not read or any(cells.raw.weight_of(each) is None for each in read):
+            return False
+    return True
+
+
+def _are_stored(cells: Cells, values: Sequence[int]) -> bool:
+    """Whether all but the first are arguments with one value for each channel."""
+    shown = [cells.raw.of(value) for value in values[1:]]
+    return all(
+        each.kind in ("weight", "input") and max(each.shape, default=1) == math.prod(each.shape) for each in shown
+    )
+
+
+def _shifted(x: Array, mean: Array, scale: Array, bias: Array) -> Array:
+    return x * scale + (bias - mean * scale)
+
+
+STORED = tuple(
+    Pattern("BatchNorm", fn, shapes=((4, 8), (1, 8), (1, 8), (1, 8), (1, 8)), where=_are_stored)
+    for fn in (
+        lambda x, mean, v, scale, bias, e=1.0: _shifted(x, mean, lax.rsqrt(v + e) * scale, bias),
+        lambda x, mean, v, scale, e=1.0: (x - mean) * (lax.rsqrt(v + e) * scale),
+        lambda x, mean, v, e=1.0: (x - mean) * lax.rsqrt(v + e),
+        lambda x, mean, v, e=1.0: (x - mean) / jnp.sqrt(v + e),
+    )
+)
+NORMS = (
+    *_norm("mean and variance", _spread),
+    *_norm("mean and variance", _spread_by_squares),
+    *_norm("root mean square", _mean_of_squares),
+    *_norm("unit length", _sum_of_squares),
+    *STORED,
 )
 
 
@@ -71,7 +160,7 @@ def _half_turned(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def _as_complex(x: Array, turns: Array) -> Array:
-    y = jax.lax.complex(x[:, :4], x[:, 4:]) * turns
+    y = lax.complex(x[:, :4], x[:, 4:]) * turns
     return jnp.concatenate([y.real, y.imag], -1)
 
 
@@ -149,7 +238,8 @@ GRU = (
 # A larger pattern comes before those that it has parts of: a convolution takes its bias before sums are looked at, and
 # gates are found behind their activations. What is left becomes part of a neighbour at the end.
 RULES: tuple[Rule | Pattern, ...] = (
-    Rule("normalization", frozenset(), norms.normalization),
+    *NORMS,
+    Rule("normalization", frozenset(("Normalization", "BatchNorm")), layers.normalization),
     *ROTARY,
     Rule("convolution and its bias", frozenset(("conv",)), layers.convolution),
     Rule("matrix product with a parameter, and its bias", frozenset(("MatMul",)), layers.fully_connected),

@@ -1,4 +1,4 @@
-"""Rules for layers: convolution, dense, embedding, collectives, kernels, attention, losses, layers.
+"""Rules for layers: normalization, convolution, dense, embedding, attention, losses, pooling.
 
 Each rule is given one cell, the heart of its layer, such as a softmax or a convolution, and looks for the others around
 it. It returns a `Fold` or None. `known.RULES` says in which order they are tried.
@@ -21,11 +21,61 @@ from .terms import (
     is_scale,
     made_of_params,
     number,
+    readers,
     single,
     squared,
     tail,
     takes_scale,
 )
+
+
+def normalization(cells: Cells, cell: Cell) -> Fold | None:
+    """A normalization with the params that scale and shift it, called by the axes of its sums."""
+    members = [cell, *(made for value in cells.inputs(cell) for made in made_of_params(cells, value, cell))]
+    last = cell
+    while (user := _reader(cells, last)) is not None and (eqn := single(cells, user)) is not None:
+        others = [value for value in eqn.ins if cells.producer(value) is not last]
+        if eqn.prim not in ("mul", "add", "sub") or len(others) != 1:
+            break
+        is_weight = cells.raw.weight_of(others[0]) is not None or is_scale(cells, user)
+        made = () if is_weight else made_of_params(cells, others[0], user)
+        shape = cells.raw.of(others[0]).shape  # a scale and a bias have one axis that is longer than 1
+        if not (is_weight or made) or max(shape, default=1) != math.prod(shape):
+            break
+        members += (*made, user)
+        last = user
+    return Fold(tuple(members), *_kind_of_norm(cells, cell, any(map(cells.weights, members))))
+
+
+def _reader(cells: Cells, cell: Cell) -> Cell | None:
+    """The only forward cell that reads the result of a normalization. Others may read its statistics."""
+    result = cells.output(cell)
+    owners = {cells.owner[eqn.id] for eqn in readers(cells, result)} - {cell}
+    reader = owners.pop() if len(owners) == 1 and not cells.is_returned(result) else None
+    return reader if reader is not None and cells.are_in_one_loop(cell, reader) else None
+
+
+def _kind_of_norm(cells: Cells, cell: Cell, has_params: bool) -> tuple[str, str]:
+    """The kind of a normalization by its statistics and the axes of their sums. What a name tells stays as it is."""
+    plain = cell.op, cell.detail
+    sums = [eqn for eqn in cells.eqns(cell) if eqn.prim == "reduce_sum"]
+    if cell.detail not in ("mean and variance", "root mean square") or not sums:
+        return plain
+    shape, axes = sums[0].in_shapes[0], sums[0].params["axes"]
+    rank = len(shape)
+    kept = [axis for axis in range(rank) if axis not in axes and shape[axis] != 1]
+    if len(axes) == rank and not has_params:  # a vector of rewards
+        return plain
+    if axes in ((rank - 1,), tuple(range(1, rank))):
+        return ("LayerNorm" if cell.detail == "mean and variance" else "RMSNorm"), ""
+    if cell.detail == "root mean square":
+        return plain
+    if kept and rank > len(cells.raw.of(sums[0].ins[0]).shape):  # its channels were split
+        return "GroupNorm", f"{shape[kept[-1]]} groups"
+    if 0 in axes and len(axes) == rank - 1:
+        return "BatchNorm", ""
+    return ("InstanceNorm", "") if 0 not in axes and rank > 2 else plain
+
 
 _BIASED = ("add", "Convolution", "Deconvolution", "FullyConnected", "MatMul")
 

@@ -11,7 +11,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._read import jaxpr
-from .._read.bind import Argument
+from .._read.arguments import Argument
 from .._read.raw import Eqn, Raw
 from .calls import CALLS, fold_calls
 from .cells import Cell, Cells
@@ -98,6 +98,8 @@ _CALLED = {
     "div": ("div", "integer_pow", "pow"),
     "pow": ("pow", "integer_pow"),
     "square": ("square", "mul", "integer_pow", "pow"),
+    "sqrt": ("sqrt", "pow"),
+    "rsqrt": ("rsqrt", "pow"),
     "part": _PARTS,
     "concatenate": ("concatenate", "stack"),
     "sigmoid": ("logistic",),
@@ -160,8 +162,9 @@ def fold_template(cells: Cells, pattern: Pattern) -> None:
 
 
 def _ends(cells: Cells, name: str) -> list[int]:
-    """The values that may be made by a step of this name."""
+    """The values that may be made by a step of this name which is in no layer yet."""
     eqns = [eqn for prim in _CALLED.get(name, (name,)) for eqn in cells.by_prim.get(prim, ())]
+    eqns = [e for e in eqns if (cell := cells.owner[e.id]) is None or not cell.major or cell.op == "Activation"]
     activations = [cells.output(cell) for cell in cells.of_kinds(("Activation",)) if cell.detail == name]
     return sorted({eqn.outs[0] for eqn in eqns if not (eqn.view or eqn.backward or eqn.residual)}.union(activations))
 
@@ -252,6 +255,9 @@ def _step(cells: Cells, value: int) -> _Step | None:
     if cell is not None and cell.op == "Activation" and cells.output(cell) == value and len(cells.inputs(cell)) == 1:
         argument, eqns = cells.inputs(cell)[0], {step.id: step for step in cells.steps(cell)}
         return _Step("max", (argument, 0j), eqns) if cell.detail == "relu" else _Step(cell.detail, (argument,), eqns)
+    if eqn.prim == "select_n" and (which := constant(cells, eqn.ins[0])) is not None:  # as in a variance
+        picked = _step(cells, eqn.ins[1 + int(which.real)])
+        return None if picked is None else replace(picked, eqns={eqn.id: eqn, **picked.eqns})
     operands = [cells.raw.root(at) if (number := constant(cells, at)) is None else number for at in eqn.ins]
     return _Step(*_named(eqn, operands), {eqn.id: eqn})
 
@@ -267,7 +273,10 @@ def _named(eqn: Eqn, operands: list[_Operand]) -> tuple[str, tuple[_Operand, ...
             power = complex(eqn.params["y"]) if eqn.prim == "integer_pow" else last
             if isinstance(power, int):
                 return "pow", (first, power)
-            return {2 + 0j: ("square", (first,)), -1 + 0j: ("div", (1 + 0j, first))}.get(power, ("pow", (first, power)))
+            named: dict[complex, str] = {2: "square", 0.5: "sqrt", -0.5: "rsqrt"}
+            if power == -1:
+                return "div", (1 + 0j, first)
+            return (named[power], (first,)) if power in named else ("pow", (first, power))
         case "mul" if isinstance(first, int) and first == last:
             return "square", (first,)
         case "neg":

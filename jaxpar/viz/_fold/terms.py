@@ -40,20 +40,15 @@ def divides_by(cells: Cells, cell: Cell, count: float) -> bool:
 
 
 def number(cells: Cells, value: int) -> float | None:
-    """A real literal of one element. None for all other values."""
+    """The real number that a value is everywhere. None for all other values."""
     literal = constant(cells, value)
     return None if literal is None or literal.imag else literal.real
 
 
 def constant(cells: Cells, value: int) -> complex | None:
-    """A literal of one element. None for all other values."""
-    shown = cells.raw.of(value)
-    if shown.kind != "literal" or math.prod(shown.shape) != 1 or "key" in shown.dtype:
-        return None
-    try:
-        return complex(shown.literal)
-    except (TypeError, ValueError):
-        return None
+    """The number that a value is everywhere. None for all other values."""
+    known = cells.raw.of(value).number
+    return None if known is None else complex(known)
 
 
 def bias(cells: Cells, cell: Cell) -> tuple[Cell, ...]:

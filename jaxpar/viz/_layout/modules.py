@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .._fold.cells import Cell, Cells, after_gradients
-from .._read.bind import RANDOM
+from .._read.arguments import RANDOM
 from .._read.source import Frame
 from .._scopes import Path, Scope, common_prefix, main_prefix, paths_of
 from .net import GENERIC, Draft, Net, name_of_weights

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from .._graph import BACKWARD, Edge, Graph, Node, Sizes
-from .._read.bind import RANDOM
+from .._read.arguments import RANDOM
 from .._read.costs import is_uncounted
 from .._read.raw import Raw, Value
 from .._scopes import Path, Scope, common_prefix

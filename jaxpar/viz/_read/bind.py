@@ -1,259 +1,38 @@
-"""A function and its arguments as a function of arrays, each with its name, the modules around it, and its kind.
+"""A function and its arguments as a function of a flat list of arrays, and the arrays that it holds besides.
 
-Flax NNX, Equinox and Keras know these of their arrays. None of them is imported here.
+Begin with `bind`. What a function holds is found by Python's closures: JAX has the arrays, but no names of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
 from ..._core.arrays import PyTree, is_prng_key
 from ..._core.text import describe
-
-# Collections of arrays that no optimizer trains, by the names that their libraries and users give them.
-STATE_NAMES = frozenset(
-    "batch_stats bn_state bn_stats model_state net_state non_trainable non_trainable_variables non_trainable_params "
-    "extra_variables moving_stats running_stats".split()
+from .arguments import STATE_NAMES, Argument, is_array, is_in_state, name_of, path_of
+from .libraries import (
+    has_base,
+    in_store,
+    is_equinox,
+    is_keras,
+    is_module,
+    is_node,
+    is_state,
+    is_store,
+    is_variable,
+    keras_argument,
+    keras_arguments,
+    nnx,
+    variable_kind,
 )
-RANDOM = "rngs"  # the random state of a module
-_COLLECTIONS = STATE_NAMES | {"params", "variables", "trainable_variables", "cache", "state"}
-_HOLDERS = frozenset(("__self__", "__wrapped__", "__func__", "_fun", "fn", "func"))  # a bound or wrapped module
-_VALUES = frozenset(("value", "raw_value"))  # what a Flax Variable keeps its array in
-
-
-@dataclass(frozen=True, slots=True)
-class Argument:
-    """An array that a function takes."""
-
-    name: str  # "params['conv1']['bias']"
-    path: tuple[str, ...] = ()  # its modules and its own name, ("conv1", "bias"). Empty where nothing names it.
-    kind: str = "input"  # "weight" or "input"
-    state: bool = False  # whether it is a weight that no optimizer trains, such as a running mean
-    group: str = ""  # the name of the argument that it is a leaf of. Empty for a bare array.
-
-
-def name_of(argument: str, entries: Sequence[Any]) -> str:
-    """The name of a leaf: "params['conv1']['bias']"."""
-    return argument + jax.tree_util.keystr(tuple(without_value(entries)))
-
-
-def without_value(entries: Sequence[Any]) -> list[Any]:
-    """The entries of a path without the last one of a Flax Variable."""
-    entries = list(entries)
-    if entries and getattr(entries[-1], "name", None) in _VALUES:
-        entries.pop()
-    return entries
-
-
-def path_of(argument: str, entries: Sequence[Any]) -> tuple[str, ...]:
-    """The modules of a leaf and its own name. Numbers join what they number.
-
-    >>> from jax.tree_util import DictKey, SequenceKey
-    >>> path_of("params", (DictKey("blocks"), SequenceKey(0), DictKey("attn"), DictKey("query")))
-    ('blocks.0', 'attn', 'query')
-    """
-    names: list[str] = []
-    for entry in without_value(entries):
-        key = _key(entry)
-        if isinstance(key, int):
-            names = [*names[:-1], f"{names[-1]}.{key}"] if names else [str(key)]
-        elif names or key not in _HOLDERS:
-            names += [name for name in str(key).split("/") if name not in ("~", "")]
-    while names and names[0] in _COLLECTIONS:
-        names = names[1:]
-    if names and names[0].replace(".", "").isdigit():  # the list of layers has the name of the argument
-        names = [f"{argument}.{names[0]}", *names[1:]] if len(names) > 2 else []
-    if RANDOM in names:
-        names = names[: names.index(RANDOM) + 1]
-    return tuple(names)
-
-
-def is_store(value: object) -> bool:
-    """Whether this is a store of `jaxpar.kv`, which knows the paths of the parameters that it holds."""
-    return type(value).__module__.startswith("jaxpar._store.") and hasattr(value, "paths") and hasattr(value, "values")
-
-
-def in_store(entries: Sequence[Any], stores: Sequence[tuple[int, Any]]) -> Sequence[Any]:
-    """The entries of a path. In the values of a store, given with its depth, they are those of the parameter."""
-    for depth, store in stores:
-        if len(entries) == depth + 2 and getattr(entries[depth], "name", "") == "values":
-            name = dict(store.paths).get(_key(entries[depth + 1]))
-            index, key = jax.tree_util.SequenceKey, jax.tree_util.DictKey
-            return entries if name is None else [index(int(p)) if p.isdigit() else key(p) for p in name.split("/")]
-    return entries
-
-
-def is_in_state(entries: Sequence[Any]) -> bool:
-    """Whether a collection on the way to a leaf is state by its name."""
-    return any(_key(entry) in STATE_NAMES for entry in entries)
-
-
-def _key(entry: object) -> Any:
-    for name in ("key", "idx", "name"):
-        if hasattr(entry, name):
-            return getattr(entry, name)
-    return str(entry)
-
-
-def is_array(value: object) -> bool:
-    """Whether a value has a shape and a dtype."""
-    return hasattr(value, "shape") and hasattr(value, "dtype")
-
-
-_OPTIMIZER = ("OptState", "OptVariable", "OptArray")
-
-
-def nnx() -> Any:
-    """`flax.nnx`, which is imported since one of its objects is there."""
-    return importlib.import_module("flax.nnx")
-
-
-def _has_base(value: object, module: str, names: tuple[str, ...] = ()) -> bool:
-    """Whether a class of a value is of a module, and has one of these names if there are any."""
-    bases = type(value).__mro__[:-1]
-    return any(base.__module__.startswith(module) and (not names or base.__name__ in names) for base in bases)
-
-
-def is_node(value: object) -> bool:
-    """Whether this is an NNX module or another object that `nnx.split` takes apart."""
-    return _has_base(value, "flax.nnx.", ("Pytree", "Object", "Module"))
-
-
-def is_variable(value: object) -> bool:
-    """Whether this is an NNX variable."""
-    return _has_base(value, "flax.nnx.", ("Variable",))
-
-
-def is_equinox(value: object) -> bool:
-    """Whether this is a module of Equinox. Of its leaves only arrays are traced."""
-    return _has_base(value, "equinox.")
-
-
-def is_module(value: object) -> bool:
-    """Whether this is a module whose arrays are parameters: of Flax NNX or Equinox."""
-    return is_node(value) or is_equinox(value)
-
-
-def is_linen(value: object) -> bool:
-    """Whether this is a module of Flax Linen, which has no arrays of its own."""
-    return _has_base(value, "flax.linen.", ("Module",))
-
-
-def linen_variables(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The shapes of what `init` of a Linen module makes for these arguments. Nothing is computed."""
-    leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
-
-    def init(key: Any, arrays: Sequence[Any]) -> Any:
-        given = iter(arrays)
-        traced = [next(given) if is_array(leaf) else leaf for leaf in leaves]
-        positional, keywords = tree.unflatten(traced)
-        keywords.pop("mutable", None)  # of `apply`: `init` makes all collections
-        rngs = keywords.pop("rngs", None)
-        names = rngs if isinstance(rngs, Mapping) else ("dropout",)
-        return module.init({"params": key, **dict.fromkeys(names, key)}, *positional, **keywords)
-
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.eval_shape(init, key, [leaf for leaf in leaves if is_array(leaf)])
-
-
-def is_mxnet(value: object) -> bool:
-    """Whether this is a network of MXNet, `jaxpar.mxnet.Model`, which holds its arrays and is called by its `apply`."""
-    return _has_base(value, "jaxpar.mxnet.", ("Model",))
-
-
-def mxnet_function(
-    model: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Any, list[Any], dict[str, Any]]:
-    """A function of params, state and named inputs that a network of MXNet is, and these arguments.
-
-    Without a params file the network has no arrays. Then the shapes of its inputs say what they are, in float32.
-    """
-    if len(inputs) > len(model.inputs):
-        raise ValueError(f"viz: {len(inputs)} inputs are given, the network has {list(model.inputs)}")
-    if len(inputs) == 1 and isinstance(inputs[0], Mapping):
-        named = dict(inputs[0])
-    else:
-        named = dict(zip(model.inputs, inputs, strict=False))  # labels may be missing
-    named |= {name: array for name, array in kwargs.items() if name in model.inputs}
-    options = {name: option for name, option in kwargs.items() if name not in named}
-    if unknown := options.keys() - {"train", "rng"}:
-        raise TypeError(
-            f"viz: the network has no {sorted(unknown)}; its inputs are {list(model.inputs)}, and train and rng"
-        )
-    params, state = model.params, model.state
-    if not params and not state:
-        shapes = model.shapes(**{name: array.shape for name, array in named.items()})
-        arrays = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
-        kinds: Mapping[str, str] = model._arrays  # "arg" or "aux": nothing else tells a statistic from a param
-        params = {name: array for name, array in arrays.items() if kinds.get(name) == "arg"}
-        state = {name: array for name, array in arrays.items() if kinds.get(name) == "aux"}
-
-    def apply(params: Any, state: Any, **arrays: Any) -> Any:
-        given = {name: array for name, array in arrays.items() if name in named}
-        others = {name: option for name, option in arrays.items() if name not in named}
-        return model.apply(params, given, state=state, **others)
-
-    return apply, [params, state], {**named, **options}
-
-
-def called_method(fn: object) -> tuple[Any, int]:
-    """The method that `apply` of Flax Linen or a model of Keras runs, or None, and how many arguments come before."""
-    owner: Any = getattr(fn, "__self__", fn)
-    name = getattr(fn, "__name__", "")
-    if name == "apply" and _has_base(owner, "flax.linen.", ("Module",)):
-        return owner.__call__, 1
-    if is_keras(owner) and (owner is fn or name in ("stateless_call", "__call__")):
-        return owner.call, 2 if name == "stateless_call" else 0
-    return None, 0
-
-
-def is_state(value: object) -> bool:
-    """Whether this is the state of an Equinox network."""
-    return type(value).__name__ == "State" and type(value).__module__.startswith("equinox.")
-
-
-def variable_kind(variable: object, otherwise: str) -> tuple[str, bool]:
-    """The kind of an NNX variable, and whether it is state. That of an optimizer is as `otherwise` says."""
-    if isinstance(variable, nnx().Param):
-        return "weight", False
-    if any(base.__name__ in _OPTIMIZER for base in type(variable).__mro__):
-        return otherwise, False
-    return "weight", True
-
-
-class _KerasVariable(Protocol):
-    @property
-    def path(self) -> str: ...
-
-
-def is_keras(value: object) -> bool:
-    """Whether this is a model or layer of Keras."""
-    return _has_base(value, "keras.", ("Layer",))
-
-
-def keras_arguments(model: object, name: str, leaves: Sequence[Any]) -> list[Argument] | None:
-    """The arguments that a list of these arrays is, where it is a list of a model's variables. Else None."""
-    for kind in ("trainable_variables", "non_trainable_variables"):
-        variables = list(getattr(model, kind))
-        shapes = [tuple(variable.shape) for variable in variables]
-        if variables and shapes == [tuple(getattr(leaf, "shape", ())) for leaf in leaves]:
-            return [keras_argument(variable, name, kind != "trainable_variables") for variable in variables]
-    return None
-
-
-def keras_argument(variable: _KerasVariable, name: str, state: bool) -> Argument:
-    """The argument that a variable of Keras is."""
-    path = tuple(str(variable.path).split("/"))
-    return Argument(f"{name}['{variable.path}']", path, "weight", state, name)
 
 
 def held_arrays(name: str, value: PyTree) -> Iterator[tuple[Any, Argument]]:
@@ -265,7 +44,7 @@ def held_arrays(name: str, value: PyTree) -> Iterator[tuple[Any, Argument]]:
         return
     if is_node(value) and jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
         value = nnx().state(value)
-    kind = "weight" if is_module(value) or _has_base(value, "flax.nnx.", ("State",)) else "const"
+    kind = "weight" if is_module(value) or has_base(value, "flax.nnx.", ("State",)) else "const"
     for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_variable):
         for inner, array in jax.tree_util.tree_leaves_with_path(leaf):
             if is_array(array):
@@ -311,17 +90,13 @@ def _held(fn: Any, depth: int) -> _Held:
 
 def _names(fn: FunctionType) -> _Held:
     """The variables of enclosing functions and of the module that a function reads, and its defaults."""
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    for name in fn.__code__.co_names:
-        if name in fn.__globals__:
-            yield name, fn.__globals__[name]
-    defaults = fn.__defaults__ or ()
-    yield from zip(fn.__code__.co_varnames[fn.__code__.co_argcount - len(defaults) :], defaults, strict=False)
-    yield from (fn.__kwdefaults__ or {}).items()
+    with contextlib.suppress(ValueError):  # a variable that is not assigned yet
+        variables = inspect.getclosurevars(fn)
+        yield from variables.nonlocals.items()
+        yield from variables.globals.items()
+    for parameter in inspect.signature(fn, follow_wrapped=False).parameters.values():
+        if parameter.default is not parameter.empty:
+            yield parameter.name, parameter.default
     if callable(wrapped := getattr(fn, "__wrapped__", None)):
         yield "fn", wrapped
 

@@ -18,7 +18,7 @@ import jax.extend.core as jex
 import numpy as np
 
 from .._scopes import Path, Scope
-from .bind import Argument
+from .arguments import Argument
 from .costs import Jaxpr, body_cost, dtype_name, flops, nbytes, size
 from .raw import Eqn, Raw, Value, drop_dead, mark_residuals, mark_view
 from .source import Frame, Sources, function_of, is_jax_function, name_stack, short_path
@@ -162,7 +162,7 @@ class _Reader:
             name = eqn.primitive.name
             self.raw.count += name != "platform_index"
             if name in _REGIONS:
-                self.add_region(eqn, _REGIONS[name](eqn, inner.stack), env, inner)
+                self.add_region(eqn, _REGIONS[name](eqn), env, inner)
             elif (branch := default_branch(eqn)) is not None:
                 # As if the function had no other branch. The choice does not count.
                 self.raw.count -= 1 + count_fillers(branch.jaxpr)
@@ -340,7 +340,7 @@ class Region:
     condition: Any = None  # the jaxpr that says whether there is another pass
 
 
-def _scan(eqn: jex.JaxprEqn, stack: tuple[Frame, ...]) -> Region:
+def _scan(eqn: jex.JaxprEqn) -> Region:
     length = eqn.params["length"]
     if "num_carry" in eqn.params:
         first, carried = eqn.params["num_consts"], eqn.params["num_carry"]
@@ -350,7 +350,7 @@ def _scan(eqn: jex.JaxprEqn, stack: tuple[Frame, ...]) -> Region:
     return Region(scope, body, times=length, loop=True, carried=carried, carry_at=first)
 
 
-def _while(eqn: jex.JaxprEqn, stack: tuple[Frame, ...]) -> Region:
+def _while(eqn: jex.JaxprEqn) -> Region:
     """One pass and one condition, as XLA counts it. The condition is not drawn."""
     body, condition = eqn.params["body_jaxpr"], eqn.params["cond_jaxpr"]
     operands = range(eqn.params["cond_nconsts"], len(eqn.invars))
@@ -378,15 +378,15 @@ def counters_of(region: Region) -> set[int]:
     return counters
 
 
-def _shard_map(eqn: jex.JaxprEqn, stack: tuple[Frame, ...]) -> Region:
+def _shard_map(eqn: jex.JaxprEqn) -> Region:
     axes = dict(getattr(eqn.params.get("mesh"), "shape", {}) or {})
-    by_pmap = any(f.file.endswith("/pmap.py") or f.name == "pmap" for f in stack)
-    by_pmap = by_pmap or "pmap.py" in function_of(eqn.params["jaxpr"])
-    label = ("pmap " if by_pmap else "shard_map ") + ", ".join(f"{name}={size}" for name, size in axes.items())
+    # `jax.pmap` maps a function of its own. Nothing else in the jaxpr tells.
+    name = "pmap" if "/jax/_src/pmap.py" in function_of(eqn.params["jaxpr"]).replace("\\", "/") else "shard_map"
+    label = f"{name} " + ", ".join(f"{axis}={size}" for axis, size in axes.items())
     return Region(Scope(label.strip(), "region"), eqn.params["jaxpr"])
 
 
-def _linear_solve(eqn: jex.JaxprEqn, stack: tuple[Frame, ...]) -> Region:
+def _linear_solve(eqn: jex.JaxprEqn) -> Region:
     """The solver. The products with the matrix are only for its gradient."""
     lengths, count = eqn.params["const_lengths"], len(eqn.invars)
     start = lengths.matvec + lengths.vecmat
