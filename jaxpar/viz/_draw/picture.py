@@ -254,7 +254,7 @@ class Plot(graphviz.Digraph):
             if self.source != self._drawn:
                 shown = {"image/svg+xml": self.pipe("svg", encoding="utf-8")}
             else:
-                shown = {"text/html": to_frame(self._page, self.options.title, still)}
+                shown = {"text/html": to_frame(self.html(), self.options.title, still)}
         except render.RenderError as error:
             return {"text/html": f"<p>{html.escape(str(error))}</p>{self._table()}", "text/plain": str(error)}
         return {**shown, "image/png": still, "text/plain": repr(self.network)}
