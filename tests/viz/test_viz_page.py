@@ -281,7 +281,7 @@ def first_view(page):
 def blocks_of_picture(graph):
     """The labels of the boxes that stand for several layers, and how many other nodes there are."""
     closed = [node for node in graph.nodes if re.fullmatch(r"\d+ layers", node.detail)]
-    return sorted(cut(node.op) for node in closed if not node.is_backward), len(graph.nodes) - len(closed)
+    return sorted(cut(node.op) for node in closed), len(graph.nodes) - len(closed)
 
 
 FIRST_VIEWS = {

@@ -455,3 +455,15 @@ def test_hostile_names_are_only_text(show):
     page = show(plot._repr_mimebundle_()["text/html"])  # a dialog or an error would fail
     page.frame_locator("iframe").locator(".box").first.wait_for()
     assert page.locator("img").is_hidden()
+
+
+def test_blocks_have_the_colours_of_their_cost(show):
+    page = show(plotted("nested", heat="flops"))
+    page.select_option("#level", "0")
+    fills = """() => [...svg.querySelectorAll('.box.block')].map(box => [
+      getComputedStyle(box.querySelector('rect')).fill, net.blocks[box.dataset.item - net.root].fill])"""
+    found = page.evaluate(fills)
+    assert len(found) == 2
+    for shown, meant in found:
+        red, green, blue = (int(meant[at : at + 2], 16) for at in (1, 3, 5))
+        assert shown == f"rgb({red}, {green}, {blue})"

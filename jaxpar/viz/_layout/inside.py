@@ -16,8 +16,8 @@ from .net import Draft, Net
 def frame_as(net: Net, picture: Net) -> None:
     """Give the layers of a net the scopes that `picture` has, which is the same net with some of it closed.
 
-    A layer that is drawn is in the frames around it. A box that stands for several layers becomes a scope of these. The
-    scopes that they had inside of it stay, with parts in those that hold many.
+    A layer that is drawn is in the frames around it. A box that stands for several layers becomes a scope of these, and
+    a box of their gradients another one. The scopes that they had inside of it stay. Those that hold many have parts.
     """
     shown = {draft.at: draft for draft in picture.drafts if draft.layers == 1}
     box_of = {eqn: draft for draft in picture.drafts if draft.layers > 1 for eqn in draft.eqns}
@@ -33,17 +33,20 @@ def frame_as(net: Net, picture: Net) -> None:
         for frame in box.scope:
             own = own[1:] if own[:1] == (frame,) else own
         around = box.scope
+        outside = draft.scope[: len(draft.scope) - len(own)]
         if box.layers > 1:
             name = box.op.removesuffix(BACKWARD)
-            if not own or own[0].numbered(1) != name:
+            if own and own[0].numbered(1) == name:
+                part, outside, own = own[0], (*outside, own[0]), own[1:]
+            else:
                 if box.layer.at not in parts:
-                    part = unique(Scope(name, "part"), lambda scope, around=around: (*around, scope) in taken)
-                    taken.add((*around, part))
-                    parts[box.layer.at] = part
-                around = (*around, parts[box.layer.at])
+                    parts[box.layer.at] = unique(Scope(name, "part"), lambda s, around=around: (*around, s) in taken)
+                    taken.add((*around, parts[box.layer.at]))
+                part = parts[box.layer.at]
+            around = (*around, part if box.forward is None else Scope(part + BACKWARD, part.kind))
             inside.setdefault(box.layer.at, []).append(draft)
-        outside = draft.scope[: len(draft.scope) - len(own)]
-        renamed |= {(*outside, *own[:length]): (*around, *own[:length]) for length in range(len(own) + 1)}
+        if draft.forward is None:
+            renamed |= {(*outside, *own[:length]): (*around, *own[:length]) for length in range(len(own) + 1)}
         draft.scope = (*around, *own)
     net.repeats = {renamed.get(path, path): count for path, count in net.repeats.items()}
     for drafts in inside.values():

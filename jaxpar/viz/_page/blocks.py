@@ -299,7 +299,7 @@ def _port(tree: Tree, item: int, port: Port) -> int:
 
 
 def _draw_pairs(tree: Tree) -> None:
-    """Join each layer with its gradient, where both are in one block."""
+    """Join each layer with its gradient, where both are in one block. Blocks of layers and of gradients are beside."""
     number, layers = {node.name: at for at, node in enumerate(tree.nodes)}, layer_of(tree.nodes)
     for at, node in enumerate(tree.nodes):
         layer = layers.get(node.name)
@@ -307,3 +307,6 @@ def _draw_pairs(tree: Tree) -> None:
             block = tree.block(tree.parent[at])
             block.pairs.append((number[layer.name], at))
             block.lines += [Line(number[layer.name], at, kind="pair")] if layer.op != "Loss" else []
+    for block in tree.blocks:
+        inner = {tree.name(item): item for item in block.items if tree.is_block(item)}
+        block.pairs += [(item, inner[name + BACKWARD]) for name, item in inner.items() if name + BACKWARD in inner]

@@ -12,7 +12,8 @@ function read(data) {
   net.blocks = data.blocks.map(([w, h, titleWidth, label, texts, tip, fill, ink, layout, items, firsts, lines], at) => {
     net.sizes[root + at] = [w, h];
     for (const item of items) net.parent.set(item, root + at);
-    const found = { kind: "block", titleWidth, label, texts, tip, fill, ink, layout, items, firsts, find: label };
+    const kind = label.endsWith(" (backward)") ? "block backward" : "block";
+    const found = { kind, titleWidth, label, texts, tip, fill, ink, layout, items, firsts, find: label };
     found.lines = lines.map(([tail, head, tailPort, headPort, kind, text, keys]) => (
       { tail, head, tailPort, headPort, kind: kind || "forward", label: text, keys }));
     return found;
