@@ -26,6 +26,7 @@ from ._function import check_picture, check_trace, read, true_or_false
 from ._graph import Graph
 from ._layout.build import build, demote_constants, join_arguments, mark_state, set_sizes
 from ._layout.collapse import FEW_BOXES, add_parts, close_until, collapse_scopes, limit_nodes
+from ._layout.inside import frame_as
 from ._layout.net import Net, to_graph
 from ._layout.repeats import collapse_repeats
 from ._read.raw import Raw, mark_constant
@@ -109,14 +110,17 @@ def close(net: Net, depth: int | None, max_nodes: int | None) -> None:
         limit_nodes(net, max_nodes)
 
 
-def whole_of(net: Net) -> Graph:
-    """All layers, with parts as scopes, for a page whose scopes open and close. The net stays as it is.
+def whole_of(net: Net, picture: Net | None = None) -> Graph:
+    """All layers, for a page whose scopes open and close: the frames and boxes of the picture, and what is in them.
 
     A scope that holds many layers or scopes has scopes for its parts with one way in and one way out, named by what
-    they share ("conv2_block1").
+    they share ("conv2_block1"). `picture` is the net with what is closed at first. None: nothing is. Both stay.
     """
     net = net.copy()
-    add_parts(net)
+    if picture is None:
+        add_parts(net)
+    else:
+        frame_as(net, picture)
     return to_graph(net)
 
 
@@ -183,7 +187,8 @@ def plot_network(
     Args:
         fn, args, kwargs, params_argnums, depth, repeats, rules: as for `trace`.
         max_nodes: "screen": the blocks are open that a screen of 1280 × 900 pixels shows at 60 % or more, or those of
-            `depth`, with 200 layers at most. An int or None: as for `trace`. The page opens what fits in its window.
+            `depth`, with 200 layers at most. An int or None: as for `trace`. The page has the same open, or less in a
+            small window.
         title: the text below the picture, and the file name for `render`. "": no text.
         hide_weights: whether to hide the parameters.
         node_attrs: Graphviz attributes for every node, such as `{"shape": "oval"}`. They override the default
@@ -223,12 +228,11 @@ def plot_network(
         from ._draw.picture import Plot  # loads graphviz
 
         net = all_layers(raw, repeats, rules)
-        every = functools.partial(whole_of, net.copy())
+        every = net.copy()
         if on_screen and depth is None:
             close_until(net, lambda net: fits_screen(to_graph(net), options), few=FEW_BOXES)
         close(net, depth, most)
-        graph = to_graph(net)
-        return Plot(graph, options, time_limit, every, depth)
+        return Plot(to_graph(net), options, time_limit, functools.partial(whole_of, every, net), depth)
 
     raw, _, _ = read(fn, args, kwargs, params_argnums, ("plot", draw))
     return draw(raw)

@@ -18,10 +18,10 @@ import viz_models as m
 
 from jaxpar import viz
 from jaxpar.viz import _trace
-from jaxpar.viz._draw.style import Options
+from jaxpar.viz._draw.style import Options, cut
 from jaxpar.viz._page import blocks as blocks_of_page
 from jaxpar.viz._page.blocks import CROWDED, draw_lines, tree
-from jaxpar.viz._page.page import layouts, size
+from jaxpar.viz._page.layout import layouts
 
 
 def nested(params, x):
@@ -47,7 +47,7 @@ def drawn(name, **options):
 
 @functools.cache
 def blocks(name):
-    found = tree(drawn(name).whole(), hide_weights=True)
+    found = tree(drawn(name).whole(), Options())
     draw_lines(found)
     return found
 
@@ -123,7 +123,7 @@ def test_no_box_of_a_layout_covers_another(name, direction):
     found = blocks(name)
     places, which = layouts(found, direction, 30.0)
     for block, at in zip(found.blocks, which, strict=True):
-        boxes = [(*place, *size(found, item)) for place, item in zip(places[at].items, block.items, strict=True)]
+        boxes = [(*place, *found.size(item)) for place, item in zip(places[at].items, block.items, strict=True)]
         for (ax, ay, aw, ah), (bx, by, bw, bh) in itertools.combinations(boxes, 2):
             assert abs(ax - bx) >= (aw + bw) / 2 - 1 or abs(ay - by) >= (ah + bh) / 2 - 1
         assert all(len(line) % 3 == 1 for line in places[at].lines)
@@ -182,28 +182,29 @@ def hostile():
     return viz.plot_network(fn, {name: w}, w, title=name)
 
 
-def without_still(page):
-    """As a notebook's frame has it, beside which is a PNG."""
-    return re.sub(r"<noscript><svg.*?</style>", "<noscript>", page, flags=re.DOTALL)
+def still(page):
+    """The picture of a page before its script draws."""
+    return re.search(r'<svg id="svg".*?</svg>', page, re.DOTALL)[0]
 
 
 def test_without_scripts_the_page_has_the_picture():
     plot = drawn("lenet")
-    still = re.search(r"<noscript>(<svg.*?</svg>)", plot.html(), re.DOTALL)[1]
-    assert [*re.findall(r">(conv1|pooling0|dense2)</text>", still)] == ["conv1", "dense2"]
-    assert "<title>" not in still
-    assert "xlink:href" not in still
+    picture = still(plot.html())
+    assert [*re.findall(r">(conv1|pooling0|dense2)</text>", picture)] == ["conv1", "dense2"]
+    assert "<title>" not in picture
+    assert "xlink:href" not in picture
     assert len(plot.html()) < 60_000
 
 
 def test_the_picture_without_scripts_has_what_graphviz_drew():
-    """The same places in whole points, colours and words, written shorter."""
-    plot = drawn("lenet")
+    """The same places in whole points, colours and words, written shorter. The page says title and legend itself."""
+    plot = drawn("lenet").copy()
+    plot.body[0] = re.sub(r" label=<.*>\]", "]", plot.body[0])
     svg = plot.pipe("svg", encoding="utf-8")
-    still = re.search(r"<noscript>(<svg.*?</svg>)", plot.html(), re.DOTALL)[1]
+    picture = still(plot.html())
     whole = [[int(float(n)) for n in re.findall(r"-?[\d.]+", d)] for d in re.findall(r' d="([^"]*)"', svg)]
     paths = []
-    for start, steps in re.findall(r' d="M([-\d,]+)c([-\d, ]+)"', still):
+    for start, steps in re.findall(r' d="M([-\d,]+)c([-\d, ]+)"', picture):
         places = [int(n) for n in re.findall(r"-?\d+", start)]
         moves = [int(n) for n in re.findall(r"-?\d+", steps)]
         for at in range(0, len(moves), 6):  # each of three points is from where the curve before ended
@@ -211,13 +212,13 @@ def test_the_picture_without_scripts_has_what_graphviz_drew():
             places += [moves[at + n] + (x, y)[n % 2] for n in range(6)]
         paths.append(places)
     assert paths == whole
-    shown, before = (ElementTree.fromstring(text).iter() for text in (still, svg))
+    shown, before = (ElementTree.fromstring(text).iter() for text in (picture, svg))
     texts = [
         [(one.text, float(one.get("font-size"))) for one in tree if one.tag.endswith("}text")]
         for tree in (shown, before)
     ]
     assert texts[0] == texts[1]
-    assert len(still) < 0.6 * len(svg)
+    assert len(picture) < 0.6 * len(svg)
 
 
 def test_names_that_look_like_html_stay_text():
@@ -230,18 +231,79 @@ def test_names_that_look_like_html_stay_text():
     frame = plot._repr_mimebundle_()["text/html"]
     tags = Tags(frame)
     assert tags.tags == ["iframe", "div", "img"]
-    assert tags.links[0] == without_still(page.replace("\r", ""))
+    assert tags.links[0] == page.replace("\r", "")
 
 
 def test_a_notebook_gets_the_page_and_a_png():
     plot = drawn("lenet")
     shown = plot._repr_mimebundle_()
     assert set(shown) == {"text/html", "image/png", "text/plain"}
-    page, still = Tags(shown["text/html"]).links
-    assert page == without_still(plot.html())
-    assert still == "data:image/png;base64," + shown["image/png"]
+    page, preview = Tags(shown["text/html"]).links
+    assert page == plot.html()
+    assert preview == "data:image/png;base64," + shown["image/png"]
     assert base64.b64decode(shown["image/png"]).startswith(b"\x89PNG")
     assert sum(map(len, shown.values())) < 130_000
+
+
+def loss(w, x):
+    return jnp.log(jax.nn.relu(x @ w)).sum()
+
+
+@pytest.mark.parametrize("kind", ["diff", "step", "marked", "nonfinite"])
+def test_a_notebook_gets_the_picture_of_each_kind_and_not_that_of_its_network(kind):
+    w, x = jnp.zeros((3, 4)), jnp.zeros((2, 3))
+    plot = {
+        "diff": lambda: viz.diff((loss, (w, x)), (lambda w, x: loss(w, x) + 1, (w, x))),
+        "step": lambda: viz.plot_step(jax.grad(loss), w, x),
+        "marked": lambda: viz._plot_marked(loss, (w, x), ["w"], "t"),
+        "nonfinite": lambda: viz.first_nonfinite(loss, w, x),
+    }[kind]()
+    (page, _) = Tags(plot._repr_mimebundle_()["text/html"]).links
+    assert page == plot.html()
+    assert '<script id="data"' not in page
+
+
+def first_view(page):
+    """The labels of the closed blocks, and how many nodes are in no closed block, before the reader opens anything."""
+    found = data(page)
+    root, labels, nodes, work = len(found["nodes"]), [], 0, [len(found["nodes"])]
+    while work:
+        for item in found["blocks"][work.pop() - root][9]:
+            if item < root:
+                nodes += 1
+            elif item in found["open"]:
+                work.append(item)
+            else:
+                labels.append(found["blocks"][item - root][3])
+    return sorted(labels), nodes
+
+
+def blocks_of_picture(graph):
+    """The labels of the boxes that stand for several layers, and how many other nodes there are."""
+    closed = [node for node in graph.nodes if re.fullmatch(r"\d+ layers", node.detail)]
+    return sorted(cut(node.op) for node in closed), len(graph.nodes) - len(closed)
+
+
+FIRST_VIEWS = {
+    "lenet": {},
+    "nested": {"repeats": False},
+    "transformer": {"repeats": False, "max_nodes": 20},
+    "transformer gradient": {"repeats": False},
+    "tangle": {},
+    "resnet": {"depth": 1},
+    "flax": {"repeats": False, "max_nodes": 30},
+}
+
+
+@pytest.mark.parametrize("name", FIRST_VIEWS)
+def test_the_first_view_of_the_page_is_the_picture(name):
+    """The same boxes are closed. The layers of a network are in the same frames."""
+    plot = drawn(name, **FIRST_VIEWS[name])
+    labels, nodes = blocks_of_picture(plot.network)
+    assert bool(labels) is (name != "lenet")
+    assert first_view(plot.html()) == (labels, nodes)
+    whole = plot.whole()
+    assert sum(node.flops for node in whole.nodes) == sum(node.flops for node in plot.network.nodes)
 
 
 def test_a_picture_that_was_changed_is_shown_as_it_is():
@@ -265,12 +327,13 @@ def test_direction(direction, rankdir):
     assert f'rankdir="{rankdir}"' in plot.source
     found = data(plot.html())
     assert found["direction"] == direction
-    (layout,) = found["layouts"]
+    layout = found["layouts"][0]
     assert (layout["w"] > layout["h"]) is (direction == "right")
 
 
 def test_options_of_the_page():
-    assert data(drawn("lenet", theme="dark").html())["theme"] == "dark"
+    assert '<html lang="en" data-plot="dark" data-theme="dark">' in drawn("lenet", theme="dark").html()
+    assert '<html lang="en">' in drawn("lenet").html()
     assert data(drawn("nested", depth=0).html())["depth"] == 0
     assert len(data(drawn("nested", depth=0).html())["blocks"]) == len(data(drawn("nested").html())["blocks"])
     assert "softmax, attention</span>" in drawn("nested").html()
@@ -310,7 +373,7 @@ def counted(monkeypatch, module, name):
 def test_the_work_of_a_picture_and_its_page(monkeypatch):
     """A function is traced and folded once for both. Graphviz runs once for each, whatever its blocks and nodes are.
 
-    And once for the picture that a page has for readers without scripts.
+    And once for the picture that a page shows before its script.
     """
     traces = []
     folds = counted(monkeypatch, _trace, "fold_patterns")
@@ -323,7 +386,7 @@ def test_the_work_of_a_picture_and_its_page(monkeypatch):
     assert plot.html() == plot.html()
     assert (len(traces), len(folds), len(runs)) == (1, 1, 3)
     written = len(words)
-    found = tree(plot.whole(), hide_weights=True)
+    found = tree(plot.whole(), Options())
     assert written == len(found.nodes) + len(found.blocks)
 
 
@@ -337,7 +400,7 @@ def test_a_crowded_block_has_one_line_between_two_items():
                 pairs.append((jax.lax.max(*map(sum, zip(*pairs, strict=True))), jnp.tanh(sum(map(sum, pairs)))))
         return pairs[-1]
 
-    found = tree(viz.trace(fn, m.Spec((4,), m.f32), max_nodes=None, repeats=False), hide_weights=True)
+    found = tree(viz.trace(fn, m.Spec((4,), m.f32), max_nodes=None, repeats=False), Options())
     draw_lines(found)
     whole = found.blocks[0]
     between = [(line.tail, line.head) for line in whole.lines if found.is_block(line.tail)]

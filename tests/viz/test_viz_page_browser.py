@@ -219,6 +219,54 @@ def test_the_first_view_is_one_screen(show):
         assert 3 <= boxes(page) <= 60
 
 
+def test_a_small_view_has_less_open(show):
+    opened = []
+    for width, height in ((1280, 900), (900, 600), (390, 600)):
+        page = show(plotted("flax"), width=width, height=height)
+        opened.append(set(page.evaluate("[...page.open]")))
+        assert page.evaluate("page.scale") >= 0.6
+    assert opened[0] == set(page.evaluate("net.open"))
+    assert opened[0] > opened[1] > opened[2] == set()
+    assert boxes(show(plotted("nested", depth=2), width=390)) == boxes(show(plotted("nested", depth=2)))
+
+
+def test_the_link_says_what_is_open(show, tmp_path):
+    path = drawn("nested", repeats=False).save(str(tmp_path / "net.html"))
+    page = show("<svg></svg>").context.browser.new_page()
+    page.goto(f"file://{path}")
+    page.select_option("#level", "0")
+    box(page, "stage0").click()
+    link, opened = page.url, boxes(page)
+    assert re.fullmatch(r"file://.*/net\.html#open=\d+", link)
+    page.reload()
+    assert boxes(page) == opened
+    page.select_option("#level", "start")
+    assert page.url.endswith("net.html#")
+    page.evaluate("link => { location.href = link }", link)
+    page.wait_for_function("count => svg.querySelectorAll('.box').length === count", arg=opened)
+    page.goto(f"file://{path}#open=0,999999,7")  # no blocks, or none that is there
+    assert boxes(page) > 0
+    page.close()
+
+
+def test_arrow_keys_go_along_the_lines(show):
+    """Up from a layer is what reads it, though another box is nearer to the straight line."""
+    page = show(plotted("nested"))
+    page.select_option("#level", "all")
+    wrong = page.evaluate("""() => {
+      const boxes = [...svg.querySelectorAll('.box')], wrong = []
+      for (const from of boxes) {
+        from.focus()
+        go(from, 0, -1)
+        const readers = new Set(net.readers[from.dataset.item])
+        const shown = boxes.filter(box => readers.has(Number(box.dataset.item)))
+        if (shown.length && !shown.includes(document.activeElement)) wrong.push(from.textContent)
+      }
+      return wrong
+    }""")
+    assert wrong == []
+
+
 def test_arrow_keys_go_from_box_to_box(show):
     page = show(plotted("lenet"))
     assert page.locator("#svg [tabindex='0']").count() == 1  # one stop of the tab key
@@ -249,13 +297,30 @@ def test_without_scripts_the_picture_is_there_and_prints_on_one_page(show, width
     )
     page = context.new_page()
     page.goto(f"file://{path}")
-    shown = page.locator("noscript svg").bounding_box()
+    shown = page.locator("svg").bounding_box()
     assert shown is not None
     assert shown["x"] + shown["width"] <= width
     assert shown["width"] > 100
     pages = len(re.findall(rb"/Type /Page\b", page.pdf()))
     context.close()
     assert pages == 1
+
+
+@pytest.mark.parametrize("kind", ["sandbox", "policy"])
+def test_a_frame_without_scripts_shows_the_picture(show, kind):
+    """As a viewer of notebooks shows it that switches scripts off, or forbids them by a policy of its own."""
+    shown = drawn("lenet")._repr_mimebundle_()["text/html"]
+    page = show("<svg></svg>").context.browser.new_page()
+    if kind == "sandbox":
+        page.set_content(shown.replace("<iframe ", "<iframe sandbox ", 1))
+    else:
+        page.set_content(f"<meta http-equiv='Content-Security-Policy' content=\"script-src 'none'\">{shown}")
+    inner = page.frame_locator("iframe")
+    assert inner.locator("svg text", has_text="conv1").is_visible()
+    assert inner.locator("svg").bounding_box()["height"] > 300
+    assert inner.locator(".tools").is_hidden()
+    assert inner.locator("noscript").is_visible() is (kind == "sandbox")
+    page.close()
 
 
 def test_texts_fit_their_boxes(show):
@@ -390,3 +455,15 @@ def test_hostile_names_are_only_text(show):
     page = show(plot._repr_mimebundle_()["text/html"])  # a dialog or an error would fail
     page.frame_locator("iframe").locator(".box").first.wait_for()
     assert page.locator("img").is_hidden()
+
+
+def test_blocks_have_the_colours_of_their_cost(show):
+    page = show(plotted("nested", heat="flops"))
+    page.select_option("#level", "0")
+    fills = """() => [...svg.querySelectorAll('.box.block')].map(box => [
+      getComputedStyle(box.querySelector('rect')).fill, net.blocks[box.dataset.item - net.root].fill])"""
+    found = page.evaluate(fills)
+    assert len(found) == 2
+    for shown, meant in found:
+        red, green, blue = (int(meant[at : at + 2], 16) for at in (1, 3, 5))
+        assert shown == f"rgb({red}, {green}, {blue})"

@@ -9,8 +9,8 @@ from __future__ import annotations
 from .._graph import Graph
 from .._scopes import common_prefix, paths_of
 from .._searches import order
-from .dot import clusters, drawn, layer_of, without_residuals
-from .style import Options, join_sign, label_lines, text_width
+from .look import Look, clusters, drawn, layer_of, without_residuals
+from .style import Options
 
 _GAP = 38.0  # points between two rows, with the shape beside the arrow
 _SHAPE = 60.0  # the length of a shape, where arrows go to the right
@@ -29,12 +29,10 @@ def fits_screen(graph: Graph, options: Options) -> bool:
 def extent(graph: Graph, options: Options) -> tuple[float, float]:
     """The width and the height of a picture in points, about."""
     nodes, edges = drawn(graph, options.hide_weights)
-    signs, framed = join_sign(graph), clusters(graph, nodes)
+    look, framed = Look(graph, nodes, options), clusters(graph, nodes)
     widths, heights = dict[str, float](), dict[str, float]()
     for node in nodes:
-        lines = [(" ", 22.0, False)] if node.name in signs else label_lines(node, options.heat)
-        widths[node.name] = max(94.0, max(text_width(text, size, bold) for text, size, bold in lines) + 14)
-        heights[node.name] = max(36.0, sum(size for _, size, _ in lines) * 1.15 + 11.5)
+        widths[node.name], heights[node.name] = look.size(node)
     gap = _GAP
     if options.direction == "right":
         widths, heights, gap = heights, widths, _GAP + _SHAPE

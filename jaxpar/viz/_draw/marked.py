@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from .._graph import Graph, Node
-from .dot import Look, drawn, to_dot
+from .dot import to_dot
+from .look import Look, drawn
 from .picture import Plot
 from .style import SMALL, Line, Options, caption_of, cut, title_lines
 

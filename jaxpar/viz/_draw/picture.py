@@ -21,9 +21,11 @@ import graphviz
 
 from ..._core.text import cut_middle
 from .._graph import Graph
-from .._page.page import to_frame, to_page, to_still_page, with_still
+from .._page.page import to_frame, to_page, to_still_page
+from .._scopes import paths_of
 from . import render
 from .dot import to_dot
+from .look import Look, drawn
 from .style import Options
 from .table import to_html
 
@@ -40,8 +42,8 @@ class Plot(graphviz.Digraph):
     Attributes:
         network: the `Graph` that it was drawn from.
         time_limit: seconds that the renderer may take.
-        whole: gives the graph of the page, with all blocks and without a limit. None for `network`.
-        depth: how many levels of the page are open at first. None for as many as fit.
+        whole: gives the graph of the page, in which the closed boxes of `network` are scopes. None for `network`.
+        depth: the number of open levels that the user asked for.
     """
 
     def __init__(
@@ -133,21 +135,22 @@ class Plot(graphviz.Digraph):
         """The interactive page: one HTML file that needs no server and loads nothing.
 
         Blocks open and close in place. A search finds layers. The path of a layer is marked where the mouse is, and a
-        click shows everything that is known of it. A reader without scripts sees the picture that `save("net.svg")`
+        click shows everything that is known of it. Where no script runs, it shows the picture that `save("net.svg")`
         writes.
 
         Raises:
             RenderError: there is no renderer, or it took longer than `time_limit`.
         """
-        return self._page_and_still
-
-    @functools.cached_property
-    def _page_and_still(self) -> str:
-        return with_still(self._page, self.pipe("svg", encoding="utf-8"))
+        return self._page
 
     @functools.cached_property
     def _page(self) -> str:
-        return to_page(self.whole(), self.options, self.depth, self.time_limit)
+        look = Look(self.network, drawn(self.network, self.options.hide_weights)[0], self.options)
+        look.caption = ""  # the page has title and legend around it
+        text = "\n".join(["digraph {", *to_dot(self.network, self.options, look), "}"])
+        picture = render.render(text, "svg", self.time_limit).decode()
+        opened = {path for node in self.network.nodes for path in paths_of(node.scope)}
+        return to_page(self.whole(), self.options, self.time_limit, picture, opened, self.depth)
 
     def save(
         self, filename: Filename | None = None, directory: Filename | None = None, *, skip_existing: bool | None = False
@@ -254,7 +257,7 @@ class Plot(graphviz.Digraph):
             if self.source != self._drawn:
                 shown = {"image/svg+xml": self.pipe("svg", encoding="utf-8")}
             else:
-                shown = {"text/html": to_frame(self._page, self.options.title, still)}
+                shown = {"text/html": to_frame(self.html(), self.options.title, still)}
         except render.RenderError as error:
             return {"text/html": f"<p>{html.escape(str(error))}</p>{self._table()}", "text/plain": str(error)}
         return {**shown, "image/png": still, "text/plain": repr(self.network)}
@@ -269,7 +272,7 @@ class Plot(graphviz.Digraph):
             picture: str = self.pipe("svg", encoding="utf-8")
         except render.RenderError as error:
             picture = f"<p>{html.escape(str(error))}</p>"
-        return to_still_page(picture, table, self.options.title, self.options.theme)
+        return to_still_page(picture, table, self.options)
 
     def _preview(self) -> bytes:
         """The picture as a small PNG of limited size. Notebooks that are not trusted show this."""

@@ -88,6 +88,11 @@ def _kind(node: Node) -> str:
     return "optimizer" if is_update(node) else _KIND_OF.get(node.kind, "other")
 
 
+def is_argument(node: Node) -> bool:
+    """Whether a node is an argument of the function or a parameter, and computes nothing."""
+    return node.op in ("input", "weight")
+
+
 def is_update(node: Node) -> bool:
     """Whether a node updates parameters: an optimizer, or such a function of the user's."""
     return node.kind in OPTIMIZERS or (node.op != "input" and node.detail.endswith((" arrays", " array")))
@@ -136,6 +141,13 @@ def _units(letter: str) -> float:
     if unicodedata.east_asian_width(letter) in "WF":
         return 1.4 if kind == "So" else 1.1  # emoji, Chinese
     return 0.9
+
+
+def box_size(lines: list[Line], *, is_oval: bool = False) -> tuple[float, float]:
+    """The width and the height of a box with these lines in it, in points."""
+    width = max(text_width(text, size, bold) for text, size, bold in lines) + 14.4
+    height = sum(size for _, size, _ in lines) * 1.15 + 11.52
+    return max(93.6, width * (1.3 if is_oval else 1)), max(36.0, height)
 
 
 class Html(str):
@@ -322,7 +334,7 @@ def tooltip(node: Node) -> str:
         lines.append(f"{node.params:,} parameters")
     if node.weights:
         lines.append("weights " + ", ".join(node.weights[:4]) + (", ..." if len(node.weights) > 4 else ""))
-    if node.op not in ("input", "weight"):
+    if not is_argument(node):
         lines.append(f"{human(node.flops, 'FLOP')}, {human(node.bytes, 'B')}, {node.equations} equations")
     lines += [f"drawn once for {node.repeat} copies"] if node.repeat > 1 else []
     lines += ["in " + "/".join(node.scope)] if node.scope else []

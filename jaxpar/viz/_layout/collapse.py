@@ -103,8 +103,8 @@ def limit_nodes(net: Net, most: int) -> None:
 def close_until(net: Net, fits: Callable[[Net], bool], *, room: int = MOST, few: int = 0) -> None:
     """Close scopes until a net fits: as many levels stay open as that allows.
 
-    Where fewer than `few` boxes are left, the largest of them are opened one by one. The page of a network opens its
-    blocks by a like rule, see `firstLevel` of `_page/reading.js`.
+    Where fewer than `few` boxes are left, the largest of them are opened one by one. The page of a network opens the
+    same.
     """
     if fits(net):
         return

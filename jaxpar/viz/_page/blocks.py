@@ -11,14 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..._core.text import plural
-from .._draw.dot import carry_label, clusters, drawn, layer_of, named_edges, without_residuals
-from .._draw.style import SIZE, SMALL, cost, edge_label, is_update, join_sign, label_lines, scope_label
+from .._draw.look import Look, arrow_label, clusters, drawn, layer_of, named_edges, without_residuals
+from .._draw.style import SIZE, SMALL, Line as Text, Options, box_size, cost, is_argument, scope_label
 from .._graph import BACKWARD, Edge, Graph, Node, human
 from .._scopes import common_prefix, paths_of
 from .._searches import order
 
 _MOST_ITEMS = 80  # of one block; Graphviz gets slow above
 _PART = 30  # items of each part that a larger block is cut into
+_SIGN = 18  # points, the width of the sign that opens a block
 _TO = " … "  # between the names of the first and the last item of a part
 
 # How arrays flow: along the direction, against it as gradients do, or back to the start of a loop. A pair only joins
@@ -26,7 +27,6 @@ _TO = " … "  # between the names of the first and the last item of a part
 Kind = Literal["forward", "back", "carry", "pair"]
 Key = tuple[int, Kind]  # the node whose array it is, and how it flows
 Path = tuple[str, ...]
-Text = tuple[str, float, bool]  # a line of text, its size, whether it is bold
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,7 @@ class Tree:
     nodes: list[Node]
     edges: list[tuple[int, int]]  # all of them, those that are not drawn too
     flows: list[Flow]  # those that are drawn
-    signs: dict[int, str]  # the nodes that are small circles, and what is in them
-    heat: str | None  # what colours the boxes
+    look: Look  # of the nodes
     blocks: list[Block] = field(default_factory=lambda: [Block("", ())])  # the first one is the whole network
     parent: dict[int, int] = field(default_factory=dict[int, int])  # the block that each item is in
     words: list[list[Text]] = field(default_factory=list)  # what is written in each box
@@ -113,6 +112,18 @@ class Tree:
             way.append(self.parent[way[-1]])
         return way
 
+    def is_oval(self, item: int) -> bool:
+        """Whether an item is drawn as an oval or a circle."""
+        return not self.is_block(item) and self.look.is_oval(self.nodes[item])
+
+    def size(self, item: int) -> tuple[int, int]:
+        """The width and the height of a node or a closed block, in points."""
+        if not self.is_block(item):
+            width, height = self.look.size(self.nodes[item])
+            return round(width), round(height)
+        width, height = box_size(self.words[item])
+        return round(width) + _SIGN, round(height)
+
     def nodes_in(self, item: int) -> list[int]:
         """All nodes of a block, at any depth."""
         if not self.is_block(item):
@@ -120,11 +131,12 @@ class Tree:
         return [node for inner in self.block(item).items for node in self.nodes_in(inner)]
 
 
-def tree(graph: Graph, *, hide_weights: bool, heat: str | None = None) -> Tree:
+def tree(graph: Graph, options: Options) -> Tree:
     """The blocks of a graph and their words, without their lines."""
-    nodes, edges = drawn(graph, hide_weights)
+    nodes, edges = drawn(graph, options.hide_weights)
     number, scopes = {node.name: at for at, node in enumerate(nodes)}, dict[str, list[Path]]()
-    for edge in () if hide_weights else graph.weight_edges:  # parameters are where the layers are that read them
+    # Parameters are where the layers are that read them.
+    for edge in () if options.hide_weights else graph.weight_edges:
         scopes.setdefault(edge.source, []).append(nodes[number[edge.target]].scope)
     nodes = [replace(node, scope=common_prefix(scopes[node.name])) if node.name in scopes else node for node in nodes]
     flows: list[Flow] = []
@@ -133,8 +145,7 @@ def tree(graph: Graph, *, hide_weights: bool, heat: str | None = None) -> Tree:
         is_back = nodes[source].is_backward and nodes[target].is_backward
         flows.append(Flow(source, target, edge, "carry" if edge.carry else "back" if is_back else "forward"))
     ends = dict.fromkeys((number[edge.source], number[edge.target]) for edge in edges)
-    signs = {number[name]: sign for name, sign in join_sign(graph).items() if name in number}
-    made = Tree(nodes, list(ends), flows, signs, heat)
+    made = Tree(nodes, list(ends), flows, Look(graph, nodes, options))
     _nest(made, graph)
     at = 0
     while at < len(made.blocks):  # parts become blocks, which may be cut too
@@ -146,17 +157,15 @@ def tree(graph: Graph, *, hide_weights: bool, heat: str | None = None) -> Tree:
 
 def _words(tree: Tree, item: int) -> list[Text]:
     """What is written in a box, closed where it is a block."""
-    if item in tree.signs:
-        return [(tree.signs[item], SIZE + 2, True)]
     if not tree.is_block(item):
-        return list(label_lines(tree.nodes[item], tree.heat))
+        return tree.look.words(tree.nodes[item])
     inside = [tree.nodes[node] for node in tree.nodes_in(item)]
-    layers = sum(node.op not in ("input", "weight") for node in inside)
+    layers = sum(not is_argument(node) for node in inside)
     facts = [plural(layers, "layer")]
     facts += [f"{params:,} params"] if (params := sum(n.params for n in inside if n.op != "weight")) else []
     lines = [(scope_label(tree.block(item).label), SIZE, True), (" · ".join(facts), SMALL, False)]
-    if tree.heat:
-        total = human(sum(cost(node, tree.heat) for node in inside), "FLOP" if tree.heat == "flops" else "B")
+    if (heat := tree.look.options.heat) is not None:
+        total = human(sum(cost(node, heat) for node in inside), "FLOP" if heat == "flops" else "B")
         lines.append((total, SMALL, False))
     return lines
 
@@ -247,7 +256,7 @@ def _crossings(tree: Tree) -> dict[int, _Crossing]:
         while len(out) > 2 and len(into) > 2 and out[-2] == into[-2]:
             out.pop()
             into.pop()
-        label = _label(tree, flow) if is_named else ""
+        label = arrow_label(flow.edge, tree.nodes[flow.source], tree.nodes[flow.target]) if is_named else ""
         inside = crossings[out[-1]].inside
         inside[out[-2], into[-2], key] = inside.get((out[-2], into[-2], key)) or label
         for way, enters in ((out, False), (into, True)):
@@ -267,15 +276,6 @@ def _groups(tree: Tree, item: int, crossing: _Crossing) -> dict[tuple[_End, _End
                 ends = ((-1, number), (inner, -1)) if port.enters else ((inner, -1), (-1, number))
                 groups.setdefault((*ends, key[1]), {})[key] = ""
     return groups
-
-
-def _label(tree: Tree, flow: Flow) -> str:
-    if flow.kind == "carry":
-        return carry_label(flow.edge)
-    source, target = tree.nodes[flow.source], tree.nodes[flow.target]
-    if source.op == "weight" or (source.is_backward and is_update(target)):
-        return ""
-    return edge_label(flow.edge, source)
 
 
 def _draw(tree: Tree, item: int, tail: _End, head: _End, kind: Kind, keys: dict[Key, str], most: int) -> None:
@@ -299,7 +299,7 @@ def _port(tree: Tree, item: int, port: Port) -> int:
 
 
 def _draw_pairs(tree: Tree) -> None:
-    """Join each layer with its gradient, where both are in one block."""
+    """Join each layer with its gradient, where both are in one block. Blocks of layers and of gradients are beside."""
     number, layers = {node.name: at for at, node in enumerate(tree.nodes)}, layer_of(tree.nodes)
     for at, node in enumerate(tree.nodes):
         layer = layers.get(node.name)
@@ -307,3 +307,6 @@ def _draw_pairs(tree: Tree) -> None:
             block = tree.block(tree.parent[at])
             block.pairs.append((number[layer.name], at))
             block.lines += [Line(number[layer.name], at, kind="pair")] if layer.op != "Loss" else []
+    for block in tree.blocks:
+        inner = {tree.name(item): item for item in block.items if tree.is_block(item)}
+        block.pairs += [(item, inner[name + BACKWARD]) for name, item in inner.items() if name + BACKWARD in inner]

@@ -104,7 +104,10 @@ $("search").addEventListener("keydown", (event) => {
   event.target.value = "";
   look("");
 });
-$("level").addEventListener("change", (event) => setLevel(event.target.value));
+$("level").addEventListener("change", (event) => {
+  setLevel(event.target.value);
+  remember(event.target.value === "start" ? "#" : undefined);
+});
 $("out").addEventListener("click", KEYS["-"]);
 $("in").addEventListener("click", KEYS["+"]);
 $("fit").addEventListener("click", () => fit("whole"));
@@ -125,3 +128,4 @@ window.addEventListener("resize", () => {
   if (window.innerWidth !== width && page.fitted) fit(page.fitted);
   width = window.innerWidth;
 });
+window.addEventListener("hashchange", recall);

@@ -24,21 +24,24 @@ function redraw(anchor) {
   if (focused !== undefined) stop?.focus({ preventScroll: true });
 }
 
-// An arrow key goes to the next box that way.
+// An arrow key goes to the next box that way, and along a line where one goes that way.
 function go(from, dx, dy) {
   const middle = (box) => {
     const { left, top, width, height } = box.getBoundingClientRect();
     return [left + width / 2, top + height / 2];
   };
   const [x, y] = middle(from);
-  const far = (box) => {
-    const [bx, by] = middle(box), along = (bx - x) * dx + (by - y) * dy, aside = Math.abs((bx - x) * dy) + Math.abs((by - y) * dx);
-    return along > 1 ? along + 2 * aside : Infinity;
+  const way = (box) => {
+    const [bx, by] = middle(box);
+    return { box, along: (bx - x) * dx + (by - y) * dy, aside: Math.abs((bx - x) * dy) + Math.abs((by - y) * dx) };
   };
-  const boxes = [...svg.querySelectorAll("[data-item]")].filter((box) => box !== from && far(box) < Infinity);
-  if (!boxes.length) return;
-  const next = boxes.reduce((best, box) => (far(box) < far(best) ? box : best));
-  next.focus();
+  const nodes = (box) => nodesIn(net, Number(box.dataset.item));
+  const joined = new Set(nodes(from).flatMap((node) => [...net.sources[node], ...net.readers[node]]));
+  const isJoined = ({ box, along, aside }) => box.matches(".box") && along >= aside && nodes(box).some((node) => joined.has(node));
+  const ways = [...svg.querySelectorAll("[data-item]")].map(way).filter(({ box, along }) => box !== from && along > 1);
+  const lines = ways.filter(isJoined), far = ({ along, aside }) => along + 2 * aside;
+  const [next] = (lines.length ? lines : ways).sort((a, b) => far(a) - far(b));
+  next?.box.focus();
 }
 
 function element(item) {
@@ -88,6 +91,7 @@ function toggle(block) {
   const open = new Set(page.open);
   if (!open.delete(block)) open.add(block);
   show(open, block);
+  remember();
   announce(`${net.blocks[block - net.root].label} ${open.has(block) ? "opened" : "closed"}`);
 }
 
@@ -95,11 +99,24 @@ function announce(text) {
   $("status").textContent = text;
 }
 
+// What the picture has open. Where the reader did not ask for that, less in a narrow or low view, which may be scrolled.
 function startOpen() {
-  if (net.depth !== null) return upTo(net, net.depth);
-  // Beside a narrow or low view the picture may be scrolled.
   const room = { w: Math.max(340, view.clientWidth - 2) / LEAST - 2 * PAD, h: Math.max(480, view.clientHeight - 2) / LEAST - PAD };
-  return firstLevel(net, room, page.flipped);
+  return net.depth === null ? thatFit(net, net.open, room, page.flipped) : new Set(net.open);
+}
+
+// The link of the page says what is open. A frame may have none.
+function remember(link = `#open=${[...page.open].join()}`) {
+  try {
+    history.replaceState(null, "", link);
+  } catch {}
+}
+
+function recall() {
+  const open = /^#open=([\d,]*)$/.exec(location.hash)?.[1].split(",").map(Number);
+  if (!open) return;
+  show(new Set(allBlocks(net).filter((block) => open.includes(block))));
+  fit("width");
 }
 
 function setLevel(value) {
@@ -205,7 +222,7 @@ function act(item) {
 
 function start() {
   page.started = true;
-  themes.plot = net.theme;
+  document.body.classList.remove("still"); // until here the page shows Graphviz's picture
   $("nothing").hidden = net.nodes.length > 0;
   const levels = ["start", ...Array.from({ length: deepest(net) }, (_, at) => String(at)), "all"];
   const name = (value) => ({ start: "Overview", all: "All open", 0: "All closed" })[value] ?? `Level ${value}`;
@@ -215,15 +232,18 @@ function start() {
   setTheme();
   grow();
   setLevel("start");
+  recall();
 }
 
 // As high as what is shown at first, where the frame around the page is in reach.
 function grow() {
   try {
-    if (!window.frameElement?.matches("[data-jaxpar]")) return;
+    const frame = window.frameElement;
+    if (!frame?.matches("[data-jaxpar]")) return;
+    frame.style.height = "760px"; // as high as it may be: what is open depends on that
     const { w, h } = place(net, net.root, startOpen(), page.flipped);
     const high = h * Math.min(1, view.clientWidth / w) + view.offsetTop + 40;
-    window.frameElement.style.height = `${Math.round(Math.min(760, Math.max(320, high)))}px`;
+    frame.style.height = `${Math.round(Math.min(760, Math.max(320, high)))}px`;
   } catch {
     // another origin: the frame keeps its height
   }

@@ -1,9 +1,6 @@
 "use strict";
 // Reading: the data of the page as objects, and questions about them.
 
-const MOST_BOXES = 60; // at first
-const FEW_BOXES = 10;
-
 function read(data) {
   const root = data.nodes.length;
   const net = { ...data, root, sideways: data.direction === "right", parent: new Map(), sizes: [] };
@@ -15,7 +12,8 @@ function read(data) {
   net.blocks = data.blocks.map(([w, h, titleWidth, label, texts, tip, fill, ink, layout, items, firsts, lines], at) => {
     net.sizes[root + at] = [w, h];
     for (const item of items) net.parent.set(item, root + at);
-    const found = { kind: "block", titleWidth, label, texts, tip, fill, ink, layout, items, firsts, find: label };
+    const kind = label.endsWith(" (backward)") ? "block backward" : "block";
+    const found = { kind, titleWidth, label, texts, tip, fill, ink, layout, items, firsts, find: label };
     found.lines = lines.map(([tail, head, tailPort, headPort, kind, text, keys]) => (
       { tail, head, tailPort, headPort, kind: kind || "forward", label: text, keys }));
     return found;
@@ -56,23 +54,20 @@ function upTo(net, depth) {
   return new Set(allBlocks(net).filter((block) => level(net, block) <= depth));
 }
 
-// As many levels as fit into the room, in points, and single blocks where that leaves next to nothing.
-function firstLevel(net, room, flipped) {
+// Of these open blocks as many as fit into the room, in points. The deepest and fullest close first.
+function thatFit(net, open, room, flipped) {
   const items = (block) => net.blocks[block - net.root].items.length;
-  const fits = (open) => {
-    if ([...open].reduce((sum, block) => sum + items(block) - 1, items(net.root)) > MOST_BOXES) return false;
-    const { w, h } = place(net, net.root, open, flipped);
+  const order = [...open].sort((a, b) => level(net, a) - level(net, b) || items(a) - items(b));
+  const fits = (count) => {
+    const { w, h } = place(net, net.root, new Set(order.slice(0, count)), flipped);
     return w <= room.w && h <= room.h;
   };
-  let open = new Set(), depth = 1;
-  while (depth <= deepest(net) && fits(upTo(net, depth))) open = upTo(net, depth++);
-  const rest = allBlocks(net).filter((block) => !open.has(block)).sort((a, b) => level(net, a) - level(net, b) || items(a) - items(b));
-  for (const block of rest) {
-    const shown = [...open].reduce((sum, other) => sum + items(other) - 1, items(net.root));
-    const more = new Set(open).add(block);
-    if (shown < FEW_BOXES && around(net, block).every((outer) => open.has(outer)) && fits(more)) open = more;
+  let most = order.length, least = 0;
+  for (let count = most; least < most; count = Math.ceil((least + most) / 2)) {
+    if (fits(count)) least = count;
+    else most = count - 1;
   }
-  return open;
+  return new Set(order.slice(0, least));
 }
 
 // Every node from which one can come to `starts`, or to which one can come from there.
