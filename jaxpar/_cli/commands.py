@@ -470,9 +470,7 @@ def _verify(options: VerifyOptions) -> None:
     except Exception as error:  # whatever the user's function raises
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"{kind}{error}") from error
-    start: str | Path = "what the function returns" if result.start is None else result.start
-    if isinstance(start, Path) and start.is_relative_to(Path.cwd()):
-        start = start.relative_to(Path.cwd())
+    start = "what the function returns" if result.start is None else files.shown(result.start)
     if result.differs is not None:
         fault = f"; {result.fault}" if options.blame else ""
         if picture is not None and result.fault is not None:

@@ -286,6 +286,15 @@ def _schedule(options: TrainOptions, steps: int, share: float = 1.0) -> optax.Sc
 
 # The options.
 
+
+def _folder_or_bucket(text: str) -> checkpoint._AnyPath:
+    """The path of checkpoints."""
+    try:
+        return checkpoint._place(text, "it")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 POSITIVE, RATE, NOT_NEGATIVE = number(int, 1), number(float, 0, above=True), number(float, 0)
 
 _ABOUT = """\
@@ -431,9 +440,11 @@ class TrainOptions:
     output_dir: Path | None = option(
         None, "a folder for checkpoints, metrics.jsonl and history.png (default: none)", metavar="DIR"
     )
-    checkpoint_dir: Path | None = option(
+    checkpoint_dir: checkpoint._AnyPath | None = option(
         None,
-        "where to keep checkpoints and resume from them (default: checkpoints in --output-dir, else none)",
+        "where to keep checkpoints and resume from them, also gs://bucket/folder and s3://bucket/folder (default: "
+        "checkpoints in --output-dir, else none)",
+        type=_folder_or_bucket,
         metavar="DIR",
     )
     checkpoint_every: int | None = option(

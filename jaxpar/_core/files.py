@@ -38,10 +38,12 @@ def as_path(path: Any, what: str) -> Path:
     return Path(as_local(path, what)).absolute()
 
 
-def shown(path: Path) -> str:
+def shown(path: os.PathLike[str]) -> str:
     """The path as a person reads it: from the working directory on, if it is inside."""
     directory = Path.cwd()
-    return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
+    if isinstance(path, Path) and path.is_relative_to(directory):
+        return str(path.relative_to(directory))
+    return str(path)
 
 
 def as_local(value: Any, what: str) -> str:
@@ -50,14 +52,10 @@ def as_local(value: Any, what: str) -> str:
     `file:///x` is /x. `ValueError` for a path on another system, such as `s3://bucket/x`, for one with a variable of
     the shell, such as `$HOME/x`, and for an empty one: as folders they would be made under these names.
     """
-    # A path object of a bucket need not be an os.PathLike, and one that is may download its file for `os.fspath`. So
-    # its text is looked at first.
-    is_text = isinstance(value, (str, bytes))
-    is_object = isinstance(value, os.PathLike) or hasattr(value, "joinpath")
-    written = os.fsdecode(value) if is_text else str(value) if is_object else ""
-    if (scheme := _SCHEME.match(written)) is not None and scheme[1].lower() != "file":
+    scheme, written = address(value)
+    if scheme not in ("", "file"):
         raise ValueError(
-            f"{what} is {written!r}, on another system ({scheme[1]}), and only local paths can be read and written; "
+            f"{what} is {written!r}, on another system ({scheme}), and only local paths can be read and written; "
             "give a folder of a disk or mount of this machine, and copy to or from the other system before and after"
         )
     try:
@@ -65,11 +63,30 @@ def as_local(value: Any, what: str) -> str:
     except TypeError:
         got = value if isinstance(value, (int, float)) else f"a {type(value).__name__}"
         raise TypeError(f"{what} must be a path, a string or a pathlib.Path, got {got}") from None
-    if scheme is not None:
-        address = urllib.parse.urlsplit(path.strip())
-        if not is_text or address.netloc not in ("", "localhost"):
+    if scheme:
+        url = urllib.parse.urlsplit(path.strip())
+        if not isinstance(value, (str, bytes)) or url.netloc not in ("", "localhost"):
             raise ValueError(f"{what} is {written!r}, which names no file of this machine; give the path itself")
-        path = urllib.parse.unquote(address.path)
+        path = urllib.parse.unquote(url.path)
+    home = os.path.expanduser(checked(path, what))
+    if home.startswith("~"):
+        who = home.split(os.sep)[0]
+        raise ValueError(f"{what} is {path!r}, and there is no home directory {who}; a folder of that name is ./{who}")
+    return home
+
+
+def address(value: Any) -> tuple[str, str]:
+    """The scheme of a path, such as "gs" of gs://bucket/x, in lower case, and its text. "" for a path without one."""
+    # A path object of a bucket need not be an os.PathLike, and one that is may download its file for `os.fspath`. So
+    # its text is looked at.
+    is_object = isinstance(value, os.PathLike) or hasattr(value, "joinpath")
+    written = os.fsdecode(value) if isinstance(value, (str, bytes)) else str(value) if is_object else ""
+    scheme = _SCHEME.match(written)
+    return ("" if scheme is None else scheme[1].lower()), written
+
+
+def checked(path: str, what: str) -> str:
+    """The path, or a `ValueError` for one that is empty or has a variable of the shell or a NUL in it."""
     if not path or "\0" in path:
         raise ValueError(f"{what} must not be empty or have a NUL in it, got {path!r}")
     if (variable := _VARIABLE.search(path)) is not None:
@@ -77,11 +94,7 @@ def as_local(value: Any, what: str) -> str:
             f"{what} is {path!r}, and Python does not replace {path[variable.start() :].split(os.sep)[0]} as a shell "
             "does; give os.path.expandvars(path)"
         )
-    home = os.path.expanduser(path)
-    if home.startswith("~"):
-        who = home.split(os.sep)[0]
-        raise ValueError(f"{what} is {path!r}, and there is no home directory {who}; a folder of that name is ./{who}")
-    return home
+    return path
 
 
 def create(path: Path, content: bytes) -> None:

@@ -4,6 +4,7 @@
     _leaves    a state as named arrays, and back, and a hash of them
     _arrays    arrays on disk: each process writes its shards by orbax, and reads and verifies what it needs
     _files     writes, verifies, reads and copies the directory of a checkpoint: arrays and their manifest
+    _bucket    objects in a bucket, `gs://` or `s3://`, and how a checkpoint there is whole or not at all
     _format1   reads the checkpoints of jaxpar 0.1 and 0.2, for one more release
     _safetensors   params by name in a file that other programs read
     _mxnet     arrays from `.params` files of MXNet, and back
@@ -22,6 +23,7 @@
 
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
+from ._bucket import AnyPath as _AnyPath, BucketPath as BucketPath, as_path as _as_path
 from ._files import (
     MANIFEST as _MANIFEST,
     CheckpointError as CheckpointError,
@@ -41,6 +43,7 @@ from ._save import (
     best as best,
     latest as latest,
     newest_good as _newest_good,
+    place as _place,
     restore as restore,
     save as save,
 )

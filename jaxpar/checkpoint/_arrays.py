@@ -29,6 +29,7 @@ import jax
 import numpy as np
 
 from .._core.files import CheckpointError
+from ._bucket import AnyPath, BucketPath
 
 STATE = "state"  # what orbax calls the pytree in its directory, see `write`
 _WRITTEN = "manifest.ocdbt"  # in it, where the arrays of all processes are
@@ -124,11 +125,11 @@ def sha256(array: np.ndarray | HostShards) -> str:
     return digest.hexdigest()
 
 
-def write(path: Path, arrays: dict[str, Any], processes: set[int]) -> Callable[[], None]:
+def write(path: Path, arrays: dict[str, Any], processes: set[int], file_size: int | None = None) -> Callable[[], None]:
     """Begin to write arrays by their names, and return a function that waits until they are written.
 
     With several `processes` all of them call it, with arrays over their devices. Those of NumPy are written by the
-    first. On return the arrays may be donated.
+    first. On return the arrays may be donated. With `file_size` a file grows no further after so many bytes.
     """
     import orbax.checkpoint as ocp
 
@@ -174,10 +175,13 @@ def write(path: Path, arrays: dict[str, Any], processes: set[int]) -> Callable[[
     # orbax would copy arrays of NumPy, in case somebody writes to them. These are copies already, or memory that jax
     # keeps for us, or the caller waits (`_leaves.to_leaves`).
     host_arrays = HostArrays(deepcopy_host_arrays=False)
+    # One of several processes that writes by itself has no record of the others' shards, for which orbax would look.
+    arrays_of_all = ocp.type_handlers.get_type_handler(jax.Array)
+    arrays_of_one = ocp.type_handlers.ArrayHandler(primary_host=first, array_metadata_store=None)
     types = ocp.type_handlers.create_type_handler_registry(
         (np.ndarray, host_arrays),
         (HostShards, host_arrays),
-        (jax.Array, ocp.type_handlers.get_type_handler(jax.Array)),
+        (jax.Array, arrays_of_all if len(processes) > 1 or jax.process_count() == 1 else arrays_of_one),
     )
     # Compression costs most of the time, and floating numbers hardly shrink.
     handler = ocp.PyTreeCheckpointHandler(
@@ -193,8 +197,9 @@ def write(path: Path, arrays: dict[str, Any], processes: set[int]) -> Callable[[
     stack = contextlib.ExitStack()
     orbax_path = stack.enter_context(name_for_orbax(path))
     orbax = stack.enter_context(ocp.AsyncCheckpointer(composite, async_options=at_once, multiprocessing_options=among))
+    saved = ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=file_size)
     try:
-        orbax.save(orbax_path, args=ocp.args.Composite(state=ocp.args.PyTreeSave(tree)))
+        orbax.save(orbax_path, args=ocp.args.Composite(state=saved))
     except BaseException:
         stack.close()
         raise
@@ -206,6 +211,36 @@ def write(path: Path, arrays: dict[str, Any], processes: set[int]) -> Callable[[
             raise OSError(f"{path}: orbax has written no arrays")  # which it does not say itself
 
     return wait
+
+
+def own_folder() -> str:
+    """Where orbax has the arrays of this process, in the folder of all."""
+    return f"ocdbt.process_{jax.process_index()}"
+
+
+def merge(path: BucketPath, count: int) -> dict[str, list[Any]]:
+    """Make the index of the arrays of so many processes, which have sent theirs. Size and SHA-256 of its files.
+
+    Where processes write into one folder, orbax does so in the same way.
+    """
+    import tensorstore
+
+    def opened(folder: BucketPath) -> Any:
+        spec = {"driver": "ocdbt", "base": folder.spec()}
+        return tensorstore.KvStore.open(spec, context=path.bucket.context).result()
+
+    transaction = tensorstore.Transaction(atomic=True)
+    whole = opened(path).with_transaction(transaction)
+    for process_index in range(count):
+        opened(path / f"ocdbt.process_{process_index}").experimental_copy_range_to(whole).result()
+    transaction.commit_async().result()
+    fingerprints: dict[str, list[Any]] = {}
+    for name in path.names():
+        if name == _WRITTEN or name.startswith("d/"):
+            content = (path / name).get()[0] or b""
+            sha256 = "" if name.startswith("d/") else hashlib.sha256(content).hexdigest()
+            fingerprints[f"{STATE}/{name}"] = [len(content), sha256]
+    return fingerprints
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
@@ -253,7 +288,7 @@ def name_for_orbax(path: Path) -> Generator[Path]:
 class Stored:
     """An array on disk. What is read of it has the hashes with which it was saved, or a `CheckpointError` is raised."""
 
-    def __init__(self, folder: Path, record: LeafRecord):
+    def __init__(self, folder: AnyPath, record: LeafRecord):
         self._folder, self._record = folder, record
         self.shape, self.dtype = layout(record)
         self.ndim = len(self.shape)
@@ -315,11 +350,16 @@ class Stored:
                     yield i, np.empty([max(b - a, 0) for a, b in box], self.dtype)
             if not any(users):
                 return
-            with name_for_orbax(self._folder / STATE) as folder:
+            with contextlib.ExitStack() as stack:
                 # orbax writes OCDBT, a store of keys of tensorstore's, with an array of zarr under each name.
-                base = {"driver": "file", "path": f"{folder}/"}
+                folder, context = self._folder / STATE, None
+                if isinstance(folder, BucketPath):
+                    base, context = folder.spec(), folder.bucket.context
+                else:
+                    base = {"driver": "file", "path": f"{stack.enter_context(name_for_orbax(folder))}/"}
                 kvstore = {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"}
-                array = tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, open=True, read=True).result()
+                spec = {"driver": "zarr3", "kvstore": kvstore}
+                array = tensorstore.open(spec, open=True, read=True, context=context).result()
                 shape, dtype = tuple(array.shape), array.dtype.numpy_dtype
                 if (shape, dtype) != (self._on_disk, stored_dtype(self.dtype)):
                     of_manifest = f"{stored_dtype(self.dtype)}{list(self._on_disk)}"
@@ -351,6 +391,8 @@ class Stored:
                         if not missing[i]:
                             yield i, arrays.pop(i)
         except Exception as error:
+            if isinstance(self._folder, BucketPath):
+                self._folder.names()  # an `OSError` where the bucket does not answer, which is no damage
             reason = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
             raise CheckpointError(f"{self._folder} is damaged: {leaf} ({name}): {reason}") from error
 

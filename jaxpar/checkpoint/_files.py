@@ -17,6 +17,10 @@ It is written under another name in the same directory, flushed, and renamed. So
 all. The other name says which process writes. Each process writes the shards that it has, and leaves their hashes in a
 file beside them. The first process waits for these files and commits. Reading changes nothing on disk.
 
+One for a bucket is written in the same way in a temporary folder of this machine, and sent in place of the renaming.
+`_bucket` says how that is all or nothing too. A path may be in either; what is done otherwise in a bucket asks for its
+type here, and in `_run` for the lock and the records.
+
 The manifest is read within bounds, and checked as a whole before anything in it is used. What is written passes the
 same checks, so every saved checkpoint can be restored.
 """
@@ -25,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import math
@@ -44,8 +49,9 @@ import numpy as np
 from .._core import files, process, text
 from .._core.files import CheckpointError as CheckpointError, flush_to_disk
 from .._devices import processes
-from . import _arrays, _format1
+from . import _arrays, _bucket, _format1
 from ._arrays import HostShards, LeafRecord, Stored
+from ._bucket import AnyPath, BucketPath
 
 FORMAT = 2
 MANIFEST = "jaxpar.json"
@@ -59,7 +65,7 @@ _MOST_INT = 1 << 62
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FROZEN = "frozen"
 _COMPLETE = "whole"  # in the unfinished directory, what becomes the checkpoint
-_ASK_EVERY = 0.01  # seconds
+_ASK_EVERY, _ASK_BUCKET_EVERY = 0.01, 0.3  # seconds
 _UNFINISHED = ".unfinished-"
 _OWNED = re.compile(re.escape(_UNFINISHED) + "(.+)-[0-9a-f]{8}")
 Manifest = dict[str, Any]  # one that `_check` let pass, as above
@@ -89,7 +95,7 @@ class Content(TypedDict, total=False):
 class Found(NamedTuple):
     """A checkpoint: its path, its manifest, and the arrays in the order of the manifest, which are read when needed."""
 
-    path: Path
+    path: AnyPath
     body: Manifest
     arrays: Sequence[Stored | np.ndarray]
 
@@ -106,7 +112,9 @@ class Arrays:
     # `together`: each process has shards of the arrays and writes these. Else the first process has all of each array,
     # and the others write nothing. `target` is what an error names: the path of the checkpoint, or its directory where
     # that is not known yet.
-    def __init__(self, directory: Path, target: Path, records: list[LeafRecord], arrays: Sequence[Any], together: bool):
+    def __init__(
+        self, directory: AnyPath, target: AnyPath, records: list[LeafRecord], arrays: Sequence[Any], together: bool
+    ):
         self.records, self.together = records, together
         first = jax.process_index() == 0
 
@@ -119,26 +127,34 @@ class Arrays:
             for record, array in zip(records, arrays, strict=True):
                 if record.get("frozen") and not together:
                     self.frozen[record["array"]] = array
-                elif array.size:
+                elif array.size and (first or isinstance(array, jax.Array) or isinstance(directory, Path)):
                     to_orbax[record["array"]] = array
                 # An array of NumPy is the same in all processes, and the first one writes it.
                 self.shards.append(_arrays.shards(array) if first or isinstance(array, jax.Array) else [])
 
-        # All write into the folder of the first process.
-        self.folder = _unfinished_path(directory)
+        # All write into the folder of the first process. For a bucket each writes into a temporary one of its machine,
+        # and sends what it has written. The folder of the bucket in which they then leave their answers has its name.
+        self.folder = _unfinished_path(directory if isinstance(directory, Path) else _bucket.temporary_folder())
+        self.meeting: BucketPath | None = None
+        self.file_size = None if isinstance(directory, Path) else _bucket.FILE_SIZE
         self.wait: Callable[[], None] = lambda: None
+        has_folder = first or (together and isinstance(directory, BucketPath))
         try:
             with processes.raise_together(), _as_not_written(target):
-                if first:
-                    self.folder.mkdir(parents=True)
+                if has_folder:
+                    self.folder.mkdir(parents=True, mode=0o777 if isinstance(directory, Path) else 0o700)
+            writers = {jax.process_index()}
             if together:
-                self.folder = directory / processes.ask_first(lambda: self.folder.name)
+                name = processes.ask_first(lambda: self.folder.name)
+                if isinstance(directory, BucketPath):
+                    self.meeting = directory / name
+                else:
+                    self.folder, writers = directory / name, set(range(jax.process_count()))
             with processes.raise_together(), _as_not_written(target):
                 if to_orbax:
-                    writers = set(range(jax.process_count())) if together else {jax.process_index()}
-                    self.wait = _arrays.write(self.folder / _COMPLETE, to_orbax, writers)
+                    self.wait = _arrays.write(self.folder / _COMPLETE, to_orbax, writers, self.file_size)
         except BaseException:
-            if first:
+            if has_folder:
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
@@ -149,11 +165,20 @@ class Arrays:
         return hashes
 
     def write_own(self) -> None:
-        """Wait until this process has written its shards, and leave their hashes, or why it failed, in a file."""
+        """Wait until this process has written its shards, and leave their hashes, or why it failed, for the first one.
+
+        For a bucket, the other processes also send what they have written.
+        """
         answer: dict[str, Any] = {}
         try:
             answer["boxes"] = self.hashes()
             self.wait()
+            if self.meeting is not None and jax.process_index() > 0:
+                path = _bucket.parse(self._ask("path.json", 0)["path"], "the path")
+                assert path is not None
+                complete = self.folder / _COMPLETE
+                answer["files"] = _fingerprints(complete, f"{_arrays.STATE}/{_arrays.own_folder()}/**/*")
+                _bucket.send(path, complete, answer["files"])
         except Exception as error:
             answer = {"error": _reason(error)}
             raise OSError(
@@ -161,47 +186,93 @@ class Arrays:
                 f"({_reason(error)}); earlier checkpoints are unchanged"
             ) from error
         finally:
-            files.replace(self.folder / f"{jax.process_index()}.json", json.dumps(answer).encode())
+            self._leave(f"{jax.process_index()}.json", answer)
+            if self.meeting is not None and jax.process_index() > 0:
+                shutil.rmtree(self.folder, ignore_errors=True)
 
-    def boxes(self) -> list[list[Any]]:
-        """`[box, SHA-256]` of the shards of all processes, for each array, once all of them have written."""
+    def answers(self) -> tuple[list[list[Any]], dict[str, list[Any]]]:
+        """`[box, SHA-256]` of the shards of all processes, for each array, and the files that the others have sent."""
         boxes: list[list[Any]] = [[] for _ in self.records]
-        end = time.monotonic() + 2 * _arrays.TIMEOUT
+        sent: dict[str, list[Any]] = {}
         for process_index in range(jax.process_count()):
-            path = self.folder / f"{process_index}.json"
-            while not path.exists():
-                expect(time.monotonic() < end, f"process {process_index} did not write its part")
-                time.sleep(_ASK_EVERY)
-            answer = json.loads(path.read_bytes())
-            expect("error" not in answer, f"process {process_index}: {answer.get('error')}")
+            answer = self._ask(f"{process_index}.json", process_index)
             for boxes_of_array, of_process in zip(boxes, answer["boxes"], strict=True):
                 boxes_of_array += of_process
-        return boxes
+            sent |= answer.get("files", {})
+        return boxes, sent
+
+    @contextlib.contextmanager
+    def led(self) -> Generator[None]:
+        """A block in which the first process commits. The others learn of its error, and do not wait for it."""
+        try:
+            yield
+        except BaseException as error:
+            if self.file_size is not None:  # of a bucket: nobody else has the temporary folder
+                with contextlib.suppress(Exception):
+                    self.wait()
+                shutil.rmtree(self.folder, ignore_errors=True)
+            if self.meeting is not None:
+                with contextlib.suppress(OSError):
+                    self._leave("path.json", {"error": _reason(error)})
+            raise
+
+    def _leave(self, name: str, answer: dict[str, Any]) -> None:
+        content = json.dumps(answer).encode()
+        if self.meeting is None:
+            files.replace(self.folder / name, content)
+        else:
+            (self.meeting / name).put(content)
+
+    def _ask(self, name: str, process_index: int) -> dict[str, Any]:
+        """What a process has left, as soon as it is there."""
+        end = time.monotonic() + 2 * _arrays.TIMEOUT
+        while True:
+            if self.meeting is not None:
+                content, _ = (self.meeting / name).get()
+            else:
+                path = self.folder / name
+                content = path.read_bytes() if path.exists() else None
+            if content is not None:
+                break
+            expect(time.monotonic() < end, f"process {process_index} did not write its part")
+            time.sleep(_ASK_EVERY if self.meeting is None else _ASK_BUCKET_EVERY)
+        answer = json.loads(content)
+        expect("error" not in answer, f"process {process_index}: {answer.get('error')}")
+        return answer
 
 
-def write(path: Path, content: Content, arrays: Arrays) -> None:
+def write(path: AnyPath, content: Content, arrays: Arrays) -> None:
     """Write a checkpoint, whole or not at all. `OSError` where it cannot be written."""
     complete = arrays.folder / _COMPLETE
     with contextlib.ExitStack() as block:
         block.callback(shutil.rmtree, arrays.folder, ignore_errors=True)
         block.enter_context(_as_not_written(path))
-        # The hashes of all shards. orbax has written them after this.
+        # The hashes of all shards. orbax has written them after this. In a bucket the checkpoint is claimed then.
+        boxes: list[list[Any]] = []
+        sent: dict[str, list[Any]] = {}
         if arrays.together:
             arrays.write_own()
-            boxes = arrays.boxes()
         else:
             boxes = arrays.hashes()
             arrays.wait()
+        sending: _bucket.Sending | None = None
+        if isinstance(path, BucketPath):
+            sending = block.enter_context(_bucket.sending(path, MANIFEST, leaves_claim=arrays.meeting is not None))
+        if arrays.meeting is not None:
+            block.callback(_bucket.remove_all, arrays.meeting)
+            arrays._leave("path.json", {"path": str(path)})
+        if arrays.together:
+            boxes, sent = arrays.answers()
         records = [record | {"boxes": hashes} for record, hashes in zip(arrays.records, boxes, strict=True)]
 
         # Equal frozen arrays are on disk once: those of another checkpoint in the directory are linked, if it has the
-        # same, undamaged.
+        # same, undamaged. A bucket has no links, so there each checkpoint has its own.
         complete.mkdir(exist_ok=True)
         if arrays.frozen:
             of_frozen = [[record["array"], record["boxes"]] for record in records if record.get("frozen")]
             content = {**content, "frozen": hashlib.sha256(json.dumps(of_frozen).encode()).hexdigest()}
-            for other, manifest in newest_first(path.parent)[0]:
-                if manifest.get("frozen") != content["frozen"]:
+            for other, manifest in newest_first(path.parent)[0] if isinstance(path, Path) else ():
+                if manifest.get("frozen") != content["frozen"] or not isinstance(other, Path):
                     continue
                 try:
                     shutil.copytree(other / _FROZEN, complete / _FROZEN, copy_function=_link_or_copy)
@@ -213,16 +284,18 @@ def write(path: Path, content: Content, arrays: Arrays) -> None:
                     shutil.rmtree(complete / _FROZEN, ignore_errors=True)
             else:
                 if with_elements := {name: array for name, array in arrays.frozen.items() if array.size}:
-                    _arrays.write(complete / _FROZEN, with_elements, {jax.process_index()})()
+                    _arrays.write(complete / _FROZEN, with_elements, {jax.process_index()}, arrays.file_size)()
 
-        # The files: size and SHA-256. Those in which orbax keeps arrays, in a folder `d`, would be read a second time
-        # for it, and each box of an array has a hash already.
-        fingerprints: dict[str, list[Any]] = {}
-        for file in sorted(complete.rglob("*")):
-            if file.is_file():
-                size = file.stat().st_size
-                _, sha256 = (size, "") if file.parent.name == "d" else files.fingerprint(file, size)
-                fingerprints[file.relative_to(complete).as_posix()] = [size, sha256]
+        # The files: size and SHA-256.
+        fingerprints = _fingerprints(complete, "**/*")
+        if sending is not None:
+            if arrays.meeting is not None:  # the index of all is made where all have sent theirs
+                index = (f"{_arrays.STATE}/manifest.ocdbt", f"{_arrays.STATE}/d/")
+                fingerprints = {name: value for name, value in fingerprints.items() if not name.startswith(index)}
+            _bucket.send(sending.path, complete, fingerprints)
+            fingerprints |= sent
+            if arrays.meeting is not None:
+                fingerprints |= _arrays.merge(sending.path / _arrays.STATE, jax.process_count())
 
         # The manifest. What would be refused is not written.
         manifest = {"format": FORMAT, "leaves": records, "files": fingerprints, **content}
@@ -231,7 +304,14 @@ def write(path: Path, content: Content, arrays: Arrays) -> None:
         text_of_manifest = json.dumps(outer)  # ASCII
         length = len(text_of_manifest)
         expect(length <= MOST_BYTES, f"the manifest has {length} bytes, more than {MOST_BYTES}; save less info with it")
-        (complete / MANIFEST).write_text(text_of_manifest if length > _LINES else json.dumps(outer, indent=1))
+        if length <= _LINES:
+            text_of_manifest = json.dumps(outer, indent=1)
+
+        if sending is not None:
+            sending.commit(text_of_manifest.encode())
+            return
+        assert isinstance(path, Path)
+        (complete / MANIFEST).write_text(text_of_manifest)
 
         # The name comes last, when all is on disk. Renamed first, a crash of the machine could leave a checkpoint with
         # empty files under a good name.
@@ -240,8 +320,23 @@ def write(path: Path, content: Content, arrays: Arrays) -> None:
         flush_to_disk(path.parent)
 
 
+def _fingerprints(folder: Path, pattern: str) -> dict[str, list[Any]]:
+    """Size and SHA-256 of files of a folder by their names, such as "state/_METADATA".
+
+    Those in which orbax keeps arrays, in a folder `d`, would be read a second time for it, and each box of an array has
+    a hash already.
+    """
+    fingerprints: dict[str, list[Any]] = {}
+    for file in sorted(folder.glob(pattern)):
+        if file.is_file():
+            size = file.stat().st_size
+            _, sha256 = (size, "") if file.parent.name == "d" else files.fingerprint(file, size)
+            fingerprints[file.relative_to(folder).as_posix()] = [size, sha256]
+    return fingerprints
+
+
 @contextlib.contextmanager
-def _as_not_written(path: Path) -> Generator[None]:
+def _as_not_written(path: AnyPath) -> Generator[None]:
     """A block whose exceptions become an `OSError` that names a checkpoint."""
     try:
         yield
@@ -252,28 +347,50 @@ def _as_not_written(path: Path) -> Generator[None]:
         ) from error
 
 
-def as_checkpoint(path: str | os.PathLike[str] | None) -> Path:
+def as_checkpoint(path: str | os.PathLike[str] | None) -> AnyPath:
     """The path of a checkpoint that `restore` is given."""
     if path is None:
         raise FileNotFoundError("checkpoint.restore: the path is None; checkpoint.latest found no checkpoint")
-    return files.as_path(path, "checkpoint.restore: path")
+    return _bucket.as_path(path, "checkpoint.restore: path")
 
 
-def read(path: Path, *, verified: bool = True) -> Found:
+def read(path: AnyPath, *, verified: bool = True) -> Found:
     """The checkpoint at a path. It raises what `restore` raises.
 
     Without `verified` an array is compared with its hashes when it is read, and not here.
     """
     try:
-        path.stat()
+        is_there = exists(path) if isinstance(path, BucketPath) else bool(path.stat())
     except (FileNotFoundError, NotADirectoryError):
-        hint = "; every process must see the directory of the checkpoints" if jax.process_count() > 1 else ""
-        raise FileNotFoundError(f"checkpoint.restore: there is nothing at {path}{hint}") from None
+        is_there = False
     except OSError as error:
+        if isinstance(path, BucketPath):
+            raise  # that a bucket does not answer says nothing of the checkpoint
         raise CheckpointError(f"{path} is unreadable: {error.strerror or error}") from error
+    if not is_there:
+        hint = "; every process must see the directory of the checkpoints" if jax.process_count() > 1 else ""
+        raise FileNotFoundError(f"checkpoint.restore: there is nothing at {path}{hint}")
     manifest = load(path)
+    if isinstance(path, BucketPath):
+        _check_objects(path, manifest)
+    else:
+        _check_files(path, manifest)
 
-    # The files: those of orbax with the arrays have a size only in format 2, since each array has hashes of its own.
+    # The arrays. Those of format 1 are read here, since only their files have hashes.
+    if manifest["format"] == 1:
+        if isinstance(path, BucketPath):
+            raise CheckpointError(f"{path} is of jaxpar 0.1 or 0.2; copy it to a folder of a disk to restore it")
+        return Found(path, manifest, _format1.read(path, manifest))
+    arrays = _stored(path, manifest)
+    for array in arrays if verified else ():
+        array.verify()
+    return Found(path, manifest, arrays)
+
+
+# The files: those of orbax with the arrays have a size only in format 2, since each array has hashes of its own.
+
+
+def _check_files(path: Path, manifest: Manifest) -> None:
     for name, (size, sha256) in manifest["files"].items():
         try:
             if sha256:
@@ -290,16 +407,19 @@ def read(path: Path, *, verified: bool = True) -> Found:
         if not os.path.isfile(entry) and not os.path.isdir(entry):  # orbax would wait for a pipe
             raise CheckpointError(f"{path} is damaged: {entry.relative_to(path)} is neither a file nor a directory")
 
-    # The arrays. Those of format 1 are read here, since only their files have hashes.
-    if manifest["format"] == 1:
-        return Found(path, manifest, _format1.read(path, manifest))
-    arrays = _stored(path, manifest)
-    for array in arrays if verified else ():
-        array.verify()
-    return Found(path, manifest, arrays)
+
+def _check_objects(path: BucketPath, manifest: Manifest) -> None:
+    names = set(path.names())
+    for name, (size, sha256) in manifest["files"].items():
+        if name not in names:
+            raise CheckpointError(f"{path} is damaged: {name}: there is no such object")
+        if sha256:  # the size of an object without reading it is nothing that tensorstore tells
+            content = (path / name).get()[0] or b""
+            if (len(content), hashlib.sha256(content).hexdigest()) != (size, sha256):
+                raise CheckpointError(f"{path} is damaged: {name} does not have the checksum it was saved with")
 
 
-def _stored(path: Path, manifest: Manifest) -> list[Stored]:
+def _stored(path: AnyPath, manifest: Manifest) -> list[Stored]:
     try:
         return [
             Stored(path / _FROZEN if "frozen" in manifest and record.get("frozen") else path, record)
@@ -309,48 +429,81 @@ def _stored(path: Path, manifest: Manifest) -> list[Stored]:
         raise CheckpointError(f"{path} is damaged: {MANIFEST}: {_reason(error)}") from error
 
 
-def newest_first(directory: Path) -> tuple[list[tuple[Path, Manifest]], dict[Path, str]]:
+def newest_first(directory: AnyPath) -> tuple[list[tuple[AnyPath, Manifest]], dict[AnyPath, str]]:
     """The checkpoints of a directory and their manifests, the newest first, and why others cannot be read."""
-    if not directory.exists():
-        return [], {}
-    readable: list[tuple[Path, Manifest]] = []
-    unreadable: dict[Path, str] = {}
-    for path in directory.iterdir():
-        if not path.name.startswith(".") and not os.path.isfile(path):
-            try:
-                readable.append((path, load(path)))
-            except CheckpointError as error:
-                unreadable[path] = str(error)
+    loads: list[tuple[AnyPath, Callable[[], Manifest]]] = []
+    if isinstance(directory, BucketPath):
+        for path, raw in _bucket.manifests(directory, MANIFEST):
+            loads.append((path, functools.partial(_of_object, path, raw)))
+    elif directory.exists():
+        for path in directory.iterdir():
+            if not path.name.startswith(".") and not os.path.isfile(path):
+                loads.append((path, functools.partial(load, path)))
+    readable: list[tuple[AnyPath, Manifest]] = []
+    unreadable: dict[AnyPath, str] = {}
+    for path, load_manifest in loads:
+        try:
+            readable.append((path, load_manifest()))
+        except _bucket.UnfinishedError:
+            pass
+        except CheckpointError as error:
+            unreadable[path] = str(error)
     return sorted(readable, key=lambda item: (item[1]["order"], item[0].name), reverse=True), unreadable
 
 
-def free_path(directory: Path, step: int | None, order: int) -> Path:
+def exists(path: AnyPath) -> bool:
+    """Whether there is something at a path. In a bucket, whether there is an object below."""
+    return os.path.lexists(path) if isinstance(path, Path) else bool(path.names())
+
+
+def is_gone(path: AnyPath) -> bool:
+    """Whether another process has removed a checkpoint that was there, or removes it now."""
+    return not exists(path) or (
+        isinstance(path, BucketPath) and _bucket.as_claim((path / MANIFEST).get()[0]) is not None
+    )
+
+
+def free_path(directory: AnyPath, step: int | None, order: int) -> AnyPath:
     """A path for a checkpoint in a directory, by its step or else its order."""
     # The step may be there already, damaged or from an earlier run.
     name = f"save_{order:08d}" if step is None else f"step_{step:08d}"
     path, number = directory / name, 1
-    while os.path.lexists(path):
+    while exists(path):
         number += 1
         path = directory / f"{name}.{number}"
     return path
 
 
-def of_step(directory: Path, step: int) -> Path | None:
+def of_step(directory: AnyPath, step: int) -> AnyPath | None:
     """The newest checkpoint of a step in a directory, by its name."""
+    if isinstance(directory, BucketPath):
+        return next((path for path, manifest in newest_first(directory)[0] if manifest.get("step") == step), None)
     return max(directory.glob(f"step_{step:08d}*"), key=lambda path: path.stat().st_mtime, default=None)
 
 
-def remove(path: Path) -> None:
+def remove(path: AnyPath) -> None:
+    if isinstance(path, BucketPath):
+        _bucket.remove(path, MANIFEST)
+        return
     # A process that is killed meanwhile leaves no half of one.
     with _unfinished(path.parent) as gone, contextlib.suppress(FileNotFoundError):  # another process removed it
         os.rename(path, gone)
 
 
-def remove_leftovers(directory: Path, abandoned: bool = True) -> None:
+def remove_leftovers(directory: AnyPath, abandoned: bool = True, lost: str = "") -> None:
     """Remove what processes that have certainly ended left half-written, or were to remove.
 
-    Only who has the lock of the directory removes what is `abandoned`, too.
+    Only who has the lock of the directory removes what is `abandoned`, too. In a bucket, `lost` is the tag of a process
+    whose lock it took over.
     """
+    if isinstance(directory, BucketPath):
+        remove_leftovers(_bucket.temporary_folder(), abandoned=False)
+        _bucket.remove_leftovers(directory, MANIFEST, lost, abandoned)
+        for meeting in {name.partition("/")[0] for name in directory.names() if name.startswith(_UNFINISHED)}:
+            owner = _OWNED.fullmatch(meeting)
+            if owner and (process.has_ended(owner[1]) or owner[1] == lost):
+                _bucket.remove_all(directory / meeting)
+        return
     # Nothing is known of processes on another machine, before this machine's last start, or of an earlier jaxpar. What
     # they left is abandoned when nothing in it has changed for a week.
     for path in directory.glob(f"{_UNFINISHED}*"):
@@ -364,8 +517,11 @@ def remove_leftovers(directory: Path, abandoned: bool = True) -> None:
                     shutil.rmtree(path, ignore_errors=True)
 
 
-def check_writable(directory: Path, caller: str) -> None:
+def check_writable(directory: AnyPath, caller: str) -> None:
     """`OSError` where a directory cannot be written or made. Nothing is written. `caller` begins the message."""
+    if isinstance(directory, BucketPath):
+        directory.names()  # whether it can be written is known when the lock is taken, before the first step
+        return
     nearest = directory.absolute()  # of the directory and its parents, the first one that exists
     while not os.path.lexists(nearest):
         nearest = nearest.parent
@@ -452,8 +608,13 @@ def _reason(error: BaseException) -> str:
 # The manifest.
 
 
-def load(path: Path) -> Manifest:
-    """What the checkpoint at a path says about itself. A `CheckpointError` says why it cannot be used."""
+def load(path: AnyPath) -> Manifest:
+    """What the checkpoint at a path says about itself. A `CheckpointError` says why it cannot be used.
+
+    `OSError` where a bucket does not answer: no checkpoint is passed over for that.
+    """
+    if isinstance(path, BucketPath):
+        return _of_object(path, (path / MANIFEST).get()[0])
     try:
         raw = files.read(path / MANIFEST, MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -461,6 +622,21 @@ def load(path: Path) -> Manifest:
         raise CheckpointError(f"{path} is not a checkpoint of jaxpar{of_orbax}: it has no {MANIFEST}") from None
     except OSError as error:
         raise CheckpointError(f"{path} is unreadable: {MANIFEST}: {error.strerror or error}") from error
+    return _parse(path, raw)
+
+
+def _of_object(path: BucketPath, raw: bytes | None) -> Manifest:
+    """`load`, of the content of the manifest's object."""
+    if raw is None:
+        raise CheckpointError(f"{path} is not a checkpoint of jaxpar: it has no {MANIFEST}")
+    if (claim := _bucket.as_claim(raw)) is not None:
+        raise _bucket.UnfinishedError(f"{path} is not complete: {claim.name} has not finished it, or removes it")
+    if len(raw) > MOST_BYTES:
+        raise CheckpointError(f"{path} is unreadable: {MANIFEST}: it has more than {MOST_BYTES} bytes")
+    return _parse(path, raw)
+
+
+def _parse(path: AnyPath, raw: bytes) -> Manifest:
     try:
         outer = json.loads(raw)
         manifest = outer["content"]

@@ -11,6 +11,9 @@ Lines are only appended to the file of the records. A checkpoint knows its last 
 the line, and each line knows the one before it. So a save writes what is new only. A run that goes on from an older
 checkpoint appends lines too: the line after it has two followers then, and no checkpoint loses its records. A
 checkpoint holds its last records itself, for one that is moved elsewhere.
+
+In a bucket nothing can be touched or appended to. There the lock is written again every few seconds, and the file of
+the records with each save, each on the condition that it is still the object that this process has written or read.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
+import io
 import json
 import os
 import secrets
@@ -27,10 +31,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .._core import files, process, text
-from . import _files
+from . import _bucket, _files
+from ._bucket import AnyPath, BucketPath
 from ._files import Place
 
 Record = dict[str, Any]  # of an epoch, as `fit` returns them
@@ -42,7 +47,7 @@ _STALE = 20.0  # seconds after which a lock that nobody touched belongs to nobod
 _LOOK_EVERY = 0.5
 _AGAIN = 0.02
 _LONGEST = 4096  # bytes of the lock
-_held = set[bytes]()  # the contents of the locks that this process takes or has
+_held = set[bytes]()  # the contents of the locks that this process takes or has, or in buckets their tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +66,12 @@ class DirectoryLock:
     With `file` it is that of one run on one file in the directory.
     """
 
+    lost = ""  # see `BucketLock`
+
     def __init__(self, directory: Path, file: Path | None = None):
         self._directory, self._file = directory, file
         self._path = directory / (_LOCK if file is None else f".{file.name}{_LOCK}")
-        holder = {
-            "owner": process.tag(),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "token": secrets.token_hex(8),
-        }
-        self._content = json.dumps(holder).encode() + b"\n"
+        self._content = json.dumps(_this_process()).encode() + b"\n"
         self._pid = os.getpid()  # a fork has a copy of it
         self._ended: threading.Event | None = None  # of the thread that touches the lock, while this process has it
 
@@ -137,12 +138,7 @@ class DirectoryLock:
             return None
         except OSError as error:
             raise _taken(f"{self._path} cannot be read ({error.strerror})") from None
-        try:
-            entry: dict[str, Any] = json.loads(content)
-            tag, name = str(entry["owner"]), f"process {int(entry['pid'])} on {str(entry['host'])[:100]}"
-        except (ValueError, KeyError, TypeError, RecursionError):
-            tag, name = "", "another process"  # it may not have written all of it yet
-        return _Holder(tag, text.for_terminal(name), content, changed)
+        return _Holder(*_who(content), content, changed)
 
     def _is_abandoned(self, holder: _Holder) -> bool:
         """Whether the process of a lock has ended. For one of another machine this may take 20 seconds."""
@@ -180,6 +176,122 @@ class DirectoryLock:
                     os.utime(self._path)
 
 
+def _this_process() -> dict[str, Any]:
+    """What a lock says of the process that has it."""
+    return {"owner": process.tag(), "host": socket.gethostname(), "pid": os.getpid(), "token": secrets.token_hex(8)}
+
+
+def _who(content: bytes) -> tuple[str, str]:
+    """The tag of the process that has a lock with this content, and its name for people."""
+    try:
+        entry: dict[str, Any] = json.loads(content)
+        tag, name = str(entry["owner"]), f"process {int(entry['pid'])} on {str(entry['host'])[:100]}"
+    except (ValueError, KeyError, TypeError, RecursionError):
+        tag, name = "", "another process"  # it may not have written all of it yet
+    return tag, text.for_terminal(name)
+
+
+class BucketLock:
+    """The lock of this process on a directory in a bucket: an object, written again every few seconds.
+
+    Each write is made on the condition that the lock is still what this process wrote last. So of two processes that
+    take it over one succeeds, and one that was stopped for long notices that it has lost it.
+    """
+
+    def __init__(self, directory: BucketPath):
+        self._directory, self._path = directory, directory / _LOCK
+        self._about = _this_process()
+        self._pid = os.getpid()  # a fork has a copy of it
+        self._writes = 0
+        self._generation: bytes | None = None  # of what this process wrote last, while it has the lock
+        self._busy = threading.Lock()  # the thread that writes it again, and `acquire`
+        self._ended: threading.Event | None = None  # of that thread
+        self.lost = ""  # the tag of the process from which the lock was taken over
+
+    def acquire(self) -> None:
+        """Take the lock, or keep it. `OSError` where another process has it."""
+        with self._busy:
+            if self._generation is not None:
+                self._write(self._generation)
+                return
+            _held.add(self._token)
+            while self._generation is None:
+                content, generation = self._path.get()
+                if content is not None:
+                    tag, name = _who(content)
+                    if tag == process.tag() and _token_of(content) in _held:
+                        return  # another manager of this process has it
+                    if tag != process.tag() and not self._is_abandoned(tag, name, generation):
+                        raise _taken(
+                            f"{self._directory} belongs to {name}, which runs and writes its checkpoints there"
+                        )
+                    self.lost = "" if tag == process.tag() else tag
+                with contextlib.suppress(FileExistsError):  # another process was faster: look again
+                    self._generation = self._path.put_if(self._content(), generation)
+                    if content is None:
+                        _bucket.refuse_without_conditions(self._path, generation)
+        self._ended = threading.Event()
+        threading.Thread(target=self._write_until, args=(self._ended,), name="jaxpar-lock", daemon=True).start()
+
+    def release(self) -> None:
+        """Give the lock up. Where this process has none, nothing happens."""
+        try:
+            if os.getpid() == self._pid and self._ended is not None:
+                self._ended.set()
+                self._ended = None
+                with self._busy, contextlib.suppress(OSError):
+                    generation, self._generation = self._generation, None
+                    if generation is not None:
+                        self._path.remove(generation)
+        finally:
+            _held.discard(self._token)
+
+    @property
+    def _token(self) -> bytes:
+        return self._about["token"].encode()
+
+    def _content(self) -> bytes:
+        """What the lock says. Each time it is something else, so that it has another generation."""
+        self._writes += 1
+        return json.dumps(self._about | {"writes": self._writes}).encode()
+
+    def _write(self, generation: bytes) -> None:
+        """Write the lock again, or notice that it was lost."""
+        try:
+            self._generation = self._path.put_if(self._content(), generation)
+        except FileExistsError:
+            content, _ = self._path.get()
+            _, name = _who(content or b"")
+            raise _taken(f"{self._directory} was taken over by {name} while this process was stopped") from None
+
+    def _is_abandoned(self, tag: str, name: str, generation: bytes) -> bool:
+        """Whether the process of a lock has ended. For one of another machine this takes 20 seconds."""
+        if (has_ended := process.has_ended(tag)) is not None:
+            return has_ended
+        text.say(f"{self._directory} was claimed by {name}; waiting {_STALE:.0f} seconds to see whether it runs")
+        end = time.monotonic() + _STALE
+        while time.monotonic() < end:
+            time.sleep(_LOOK_EVERY)
+            content, now = self._path.get()
+            if now != generation:
+                return content is None
+        return True
+
+    def _write_until(self, ended: threading.Event) -> None:
+        """Show other machines that this process runs."""
+        while not ended.wait(_TOUCH_EVERY):
+            # A request that fails once says nothing of the next one. `acquire` says that the lock was lost.
+            with self._busy, contextlib.suppress(OSError):
+                if self._generation is not None and not ended.is_set():
+                    self._write(self._generation)
+
+
+def _token_of(content: bytes) -> bytes:
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+        return str(json.loads(content)["token"]).encode()
+    return b""
+
+
 def _taken(why: str) -> OSError:
     return OSError(f"checkpoint: {why}; one run at a time writes to a directory. Choose another one, or end that run")
 
@@ -188,7 +300,7 @@ def _taken(why: str) -> OSError:
 class Records:
     """The records of a run, in the file of a directory."""
 
-    directory: Path
+    directory: AnyPath
     place: Place | None = None  # of the last record that was written or read
     last: str = ""  # the record there, as JSON
 
@@ -206,7 +318,10 @@ class Records:
         place: Place | None = self.place
         if not new:
             return place
-        if os.path.lexists(path):
+        written, generation = path.get() if isinstance(path, BucketPath) else (None, b"")
+        if isinstance(path, BucketPath):
+            size = len(written or b"")
+        elif os.path.lexists(path):
             with files.opened(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 file.seek(max(size - 1, 0))
@@ -220,10 +335,13 @@ class Records:
                 raise OSError(f"a record has {len(line)} bytes, {hint}")
             place = {"number": i, "at": size + len(lines), "sha256": hashlib.sha256(line).hexdigest()}
             lines += line
-        files.append(path, bytes(lines))
-        files.flush_to_disk(path)
-        if not size:  # the file may be new
-            files.flush_to_disk(self.directory)
+        if isinstance(path, BucketPath):
+            path.put_if((written or b"") + lines, generation)
+        else:
+            files.append(path, bytes(lines))
+            files.flush_to_disk(path)
+            if not size:  # the file may be new
+                files.flush_to_disk(path.parent)
         self.place, self.last = place, json.dumps(new[-1])
         return place
 
@@ -235,7 +353,7 @@ class Records:
         # From the last line to the first, since each knows the one before it.
         path, newest_first = self.directory / _files.RECORDS, list[Record]()
         try:
-            with files.opened(path) as file:
+            with self._opened() as file:
                 next_place: Mapping[str, Any] | None = place
                 while next_place is not None and len(newest_first) < place["number"]:
                     file.seek(next_place["at"])
@@ -258,3 +376,12 @@ class Records:
             raise _files.CheckpointError(f"{path} is damaged: {damage}")
         self.place, self.last = place, json.dumps(newest_first[0])
         return newest_first[::-1]
+
+    def _opened(self) -> BinaryIO:
+        path = self.directory / _files.RECORDS
+        if isinstance(path, Path):
+            return files.opened(path)
+        content, _ = path.get()
+        if content is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return io.BytesIO(content)

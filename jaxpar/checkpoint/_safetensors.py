@@ -15,8 +15,9 @@ from .._core.arrays import PyTree
 from .._core.files import CheckpointError
 from .._core.transfers import allows_transfers
 from .._devices import mesh, processes
-from . import _leaves
+from . import _bucket, _leaves
 from ._arrays import to_numpy
+from ._bucket import BucketPath
 
 _DTYPES = {
     **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64", "BOOL": "bool"},
@@ -50,7 +51,7 @@ def export(state: PyTree, path: str | os.PathLike[str]) -> None:
         >>> checkpoint.load("model.safetensors")["dense.kernel"].shape  # doctest: +SKIP
         (2, 3)
     """
-    target = files.as_path(path, "checkpoint.export: path")
+    target = _bucket.as_path(path, "checkpoint.export: path")
     from safetensors.numpy import save  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
 
     # Of a state, the values of its store; of another pytree, all leaves.
@@ -69,8 +70,11 @@ def export(state: PyTree, path: str | os.PathLike[str]) -> None:
     with processes.raise_together():
         if jax.process_index() == 0:
             content = save(arrays)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            files.replace(target, content)
+            if isinstance(target, BucketPath):
+                target.put(content)
+            else:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                files.replace(target, content)
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
@@ -91,11 +95,16 @@ def load(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         >>> from jaxpar import checkpoint
         >>> checkpoint.load("model.safetensors")  # doctest: +SKIP
     """
-    source = files.as_path(path, "checkpoint.load: path")
+    source = _bucket.as_path(path, "checkpoint.load: path")
     from safetensors import deserialize  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
 
-    with files.opened(source) as file:
-        content = file.read()
+    if isinstance(source, BucketPath):
+        content, _ = source.get()
+        if content is None:
+            raise FileNotFoundError(f"checkpoint.load: there is nothing at {source}")
+    else:
+        with files.opened(source) as file:
+            content = file.read()
     try:
         # safetensors' own reader for NumPy knows no bfloat16 and no float8.
         arrays = {

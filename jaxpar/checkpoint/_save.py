@@ -17,12 +17,13 @@ from .._core import checks, files, text
 from .._core.arrays import PyTree
 from .._core.transfers import allows_transfers
 from .._devices import processes, user_mesh
-from . import _files, _leaves, _run
+from . import _bucket, _files, _leaves, _run
+from ._bucket import AnyPath, BucketPath
 from ._files import CheckpointError, Content, Found as Found, Manifest
 
 Tree = TypeVar("Tree")
 PathLike = str | os.PathLike[str]
-Condition = Callable[[Path, Manifest], bool]  # of a checkpoint
+Condition = Callable[[AnyPath, Manifest], bool]  # of a checkpoint
 _TRIES = 10  # to list a directory while another process removes checkpoints from it
 
 
@@ -34,7 +35,8 @@ def save(path: PathLike, state: PyTree) -> None:
     `save`. Each writes the shards that only it has, and the first one the rest.
 
     Args:
-        path: a directory that does not exist yet. Missing parents are created.
+        path: a directory that does not exist yet. Missing parents are created. It may be in a bucket, such as
+            "gs://bucket/best" or "s3://bucket/best": see docs/checkpoints.md.
         state: a `train.TrainState`, a `kv.KVStore`, or any pytree of arrays (jax, NumPy, typed random keys) and
             Python numbers.
 
@@ -43,9 +45,11 @@ def save(path: PathLike, state: PyTree) -> None:
         OSError: the checkpoint cannot be written. No part of it stays on disk.
         TypeError: a leaf is not an array.
     """
-    path, writes = files.as_path(path, "checkpoint.save: path, the first argument,"), jax.process_index() == 0
+    path, writes = _bucket.as_path(path, "checkpoint.save: path, the first argument,"), jax.process_index() == 0
     with processes.raise_together():
-        if writes and os.path.lexists(path):
+        if writes and isinstance(path, BucketPath):  # a save that was killed has left it claimed
+            _files.remove_leftovers(path.parent, abandoned=False)
+        if writes and _files.exists(path):
             raise FileExistsError(f"checkpoint.save: {path} exists already; choose another path, or remove it first")
     content: Content = {}
     with processes.raise_together():
@@ -54,12 +58,14 @@ def save(path: PathLike, state: PyTree) -> None:
             content = {} if step is None else {"step": step}
             listed, _ = _files.newest_first(path.parent)
             content["order"] = 1 + max((manifest["order"] for _, manifest in listed), default=0)
-            _files.remove_leftovers(path.parent, abandoned=False)
+            if isinstance(path, Path):
+                _files.remove_leftovers(path.parent, abandoned=False)
     writing = _files.Arrays(path.parent, path, records, arrays, together)
     del arrays
     with processes.raise_together():
         if writes:
-            _files.write(path, content, writing)
+            with writing.led():
+                _files.write(path, content, writing)
         elif together:
             writing.write_own()
 
@@ -96,7 +102,7 @@ def restore(path: PathLike, like: Tree) -> Tree:
     if all(sharding is None or sharding.is_fully_addressable for sharding in shardings):
         return fill(_files.read(_files.as_checkpoint(path), verified=False), like)
     # Leaves of several processes: all of them restore the one checkpoint that the first process was given.
-    chosen = Path(processes.ask_first(lambda: str(_files.as_checkpoint(path))))
+    chosen = _files.as_checkpoint(processes.ask_first(lambda: str(_files.as_checkpoint(path))))
     with processes.raise_together(CheckpointError):
         saved = _files.read(chosen, verified=False)
     processes.agree(f"checkpoint.restore: {chosen} is not the same checkpoint everywhere", _files.digest(saved.body))
@@ -105,7 +111,7 @@ def restore(path: PathLike, like: Tree) -> Tree:
     return state
 
 
-def latest(directory: PathLike) -> Path | None:
+def latest(directory: PathLike) -> AnyPath | None:
     """The newest checkpoint of a directory that `restore` can read.
 
     Every byte of the checkpoint is read and verified. Checkpoints that are damaged, unreadable or from another program
@@ -131,11 +137,11 @@ def latest(directory: PathLike) -> Path | None:
         >>> checkpoint.latest(directory).name
         'b'
     """
-    newest = newest_good(Path(files.as_local(directory, "checkpoint.latest: directory")), set())
+    newest = newest_good(place(directory, "checkpoint.latest: directory"), set())
     return None if newest is None else newest.path
 
 
-def best(directory: PathLike) -> Path | None:
+def best(directory: PathLike) -> AnyPath | None:
     """The best checkpoint of a directory, see `train.KeepBest`.
 
     Every byte is verified, as by `latest`. A checkpoint that is damaged, unreadable or from another program is named on
@@ -161,16 +167,21 @@ def best(directory: PathLike) -> Path | None:
         >>> checkpoint.best(manager.directory).name, checkpoint.latest(manager.directory).name
         ('save_00000002', 'save_00000003')
     """
-    newest = newest_good(Path(files.as_local(directory, "checkpoint.best: directory")), set(), is_best)
+    newest = newest_good(place(directory, "checkpoint.best: directory"), set(), is_best)
     return None if newest is None else newest.path
 
 
-def is_best(path: Path, manifest: Manifest) -> bool:
+def place(directory: PathLike, what: str) -> AnyPath:
+    """A directory as the user wrote it, so that what is found there has a path of the same kind."""
+    return _bucket.parse(directory, what) or Path(files.as_local(directory, what))
+
+
+def is_best(path: AnyPath, manifest: Manifest) -> bool:
     return bool(manifest.get("best"))
 
 
 def newest_good(
-    directory: Path, bad: set[Path], condition: Condition = lambda path, manifest: True, verified: bool = True
+    directory: AnyPath, bad: set[AnyPath], condition: Condition = lambda path, manifest: True, verified: bool = True
 ) -> Found | None:
     """The newest good checkpoint. Newer ones are named on standard error, put into `bad` and passed over.
 
@@ -189,7 +200,7 @@ def newest_good(
                         break
                 except (CheckpointError, FileNotFoundError) as error:
                     failed[path] = f"{error}; looking for an earlier one"
-        if all(map(os.path.lexists, failed)):
+        if not any(map(_files.is_gone, failed)):
             for why in failed.values():
                 say(why)
             bad.update(failed)
@@ -225,10 +236,10 @@ class Manager:
     """Writes the checkpoints of a run in the background.
 
     Args:
-        directory: the directory of the checkpoints. One run at a time writes into it. The first `save` creates it if
-            needed and locks it until `close`. Making a `Manager` and restoring change nothing on disk. A `save` removes
-            half-written files that killed processes of this machine left. Half-written files of other machines are
-            removed a week after their last change.
+        directory: the directory of the checkpoints, which may be in a bucket: "gs://bucket/run" or "s3://bucket/run".
+            One run at a time writes into it. The first `save` creates it if needed and locks it until `close`. Making a
+            `Manager` and restoring change nothing on disk. A `save` removes half-written files that killed processes of
+            this machine left. Half-written files of other machines are removed a week after their last change.
         keep: how many of the newest checkpoints stay. The best one stays too. Damaged checkpoints do not count and are
             never removed.
         on_latest: called with the path of the newest checkpoint, whenever that changes: after a checkpoint is on disk
@@ -249,14 +260,19 @@ class Manager:
         ([1.0, 1.0], {'seen': 1})
     """
 
-    def __init__(self, directory: PathLike, *, keep: int = 3, on_latest: Callable[[Path], None] | None = None):
-        self.directory: Path = files.as_path(directory, "checkpoint.Manager: directory")
+    def __init__(self, directory: PathLike, *, keep: int = 3, on_latest: Callable[[AnyPath], None] | None = None):
+        self.directory: AnyPath = _bucket.as_path(directory, "checkpoint.Manager: directory")
         self.keep: int = checks.whole_number(keep, "checkpoint.Manager", "keep")
         self._on_latest = on_latest
-        self._latest: Path | None = None  # what was written or restored last
-        self._bad: set[Path] = set()
+        self._latest: AnyPath | None = None  # what was written or restored last
+        self._bad: set[AnyPath] = set()
         self._records = _run.Records(self.directory)
-        self._lock = _run.DirectoryLock(self.directory)
+        self._lock: _run.DirectoryLock | _run.BucketLock
+        if isinstance(self.directory, BucketPath):
+            self._lock = _run.BucketLock(self.directory)
+        else:
+            self._lock = _run.DirectoryLock(self.directory)
+        self._is_open = False
         weakref.finalize(self, self._lock.release)
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         # What `wait` waits for. In the other processes, which write nothing, it does nothing.
@@ -305,7 +321,9 @@ class Manager:
     def _open(self) -> None:
         """Lock the directory, in the process that writes, and remove what killed processes left there."""
         self._lock.acquire()
-        _files.remove_leftovers(self.directory)
+        if isinstance(self.directory, Path) or not self._is_open:  # to look through a bucket takes long
+            _files.remove_leftovers(self.directory, lost=self._lock.lost)
+        self._is_open = True
 
     @allows_transfers  # orbax fetches the arrays
     def _save(
@@ -453,8 +471,9 @@ class Manager:
                 self._pool.shutdown()
                 self._pool = None
             self._lock.release()
+            self._is_open = False
 
-    def _note(self, path: Path) -> None:
+    def _note(self, path: AnyPath) -> None:
         self._latest = path
         if self._on_latest is not None:
             self._on_latest(path)
@@ -469,17 +488,18 @@ class Manager:
             if arrays.together:
                 arrays.write_own()
             return
-        # The records come first: a checkpoint says where they are.
-        if records is not None and (place := self._records.append(records)) is not None:
-            content["records"] = place
-        listed, _ = _files.newest_first(self.directory)
-        content["order"] = 1 + max((manifest["order"] for _, manifest in listed), default=0)
-        path = _files.free_path(self.directory, content.get("step"), content["order"])
-        _files.write(path, content, arrays)
+        with arrays.led():
+            # The records come first: a checkpoint says where they are.
+            if records is not None and (place := self._records.append(records)) is not None:
+                content["records"] = place
+            listed, _ = _files.newest_first(self.directory)
+            content["order"] = 1 + max((manifest["order"] for _, manifest in listed), default=0)
+            path = _files.free_path(self.directory, content.get("step"), content["order"])
+            _files.write(path, content, arrays)
         self._note(path)
         # The newest good ones stay, the best one, and those that are kept for good, of each step the newest. A damaged
         # one is not counted and not removed.
-        good: list[tuple[Path, Mapping[str, Any]]] = [(path, content)]
+        good: list[tuple[AnyPath, Mapping[str, Any]]] = [(path, content)]
         good += [(old, manifest) for old, manifest in listed if old not in self._bad]
         best = next((path for path, about in good if about.get("best")), None)
         kept = {about.get("step"): path for path, about in reversed(good) if about.get("kept")}

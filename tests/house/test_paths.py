@@ -96,8 +96,15 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("path", OTHER)
-@pytest.mark.parametrize("taker", TAKERS)
+# Those that take buckets too, see tests/checkpoint/test_cloud_paths.py.
+OF_CHECKPOINTS = ("checkpoint_dir", "save", "restore", "latest", "best", "Manager")
+BUCKETS = ("s3://bucket/run", "gs://bucket/run")
+
+
+@pytest.mark.parametrize(
+    ("taker", "path"),
+    [(taker, path) for taker in TAKERS for path in OTHER if taker not in OF_CHECKPOINTS or path not in BUCKETS],
+)
 def test_what_is_no_path_of_this_machine_is_refused_by_all(folder, taker, path):
     cache = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)  # where there is one, use_compilation_cache looks at no path
@@ -114,7 +121,7 @@ def test_what_is_no_path_of_this_machine_is_refused_by_all(folder, taker, path):
     [pathlib.Path, Bucket, lambda text: pytest.importorskip("etils.epath").Path(text)],
     ids=["Path", "cloud", "epath"],
 )
-@pytest.mark.parametrize("name", ["checkpoint_dir", "to_tensorboard", "latest", "load_params"])
+@pytest.mark.parametrize("name", ["certificate", "to_tensorboard", "load_symbol", "load_params"])
 def test_objects_of_paths_are_looked_at_too(folder, name, make):
     """pathlib makes s3:/bucket of s3://bucket."""
     with pytest.raises(ValueError, match=r"on another system .s3.*; give a folder of a disk or mount"):
@@ -122,7 +129,7 @@ def test_objects_of_paths_are_looked_at_too(folder, name, make):
     assert os.listdir(folder) == []
 
 
-@pytest.mark.parametrize("words", ["--checkpoint-dir", "--output-dir", "--metrics-file", "--data-dir", "--config"])
+@pytest.mark.parametrize("words", ["--output-dir", "--metrics-file", "--data-dir", "--config"])
 def test_options_of_the_command_line(folder, capsys, words):
     with pytest.raises(SystemExit) as ended:
         jaxpar.__main__.main(["train", f"{words}=s3://bucket/run"])

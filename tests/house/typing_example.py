@@ -118,7 +118,7 @@ def training(folder: Path) -> None:
     jp.train.fit(state, step, train, epochs=1, batch_size=256, callbacks=[Counts(), plot, StopsAt()])
     jp.checkpoint.save(folder / "state", state)
     assert_type(jp.checkpoint.restore(folder / "state", state), TrainState)
-    assert_type(jp.checkpoint.latest(folder), Path | None)
+    assert_type(jp.checkpoint.latest(folder), Path | jp.checkpoint.BucketPath | None)
     jp.distributed.initialize("localhost:1234", 2, 0)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
+from ... import checkpoint
 from ..._core.arrays import PyTree
 from ..._core.functions import check_takes
 from .._step.state import TrainState
@@ -39,7 +39,7 @@ class Callback:
         >>> # state, history = train.fit(..., callbacks=StopWhenFitted())
     """
 
-    def before_resume(self, directory: Path) -> None:
+    def before_resume(self, directory: checkpoint._AnyPath) -> None:
         """`fit` is about to look for checkpoints here. What is put there now is resumed from."""
 
     def init(self, state: TrainState) -> PyTree:
@@ -60,7 +60,7 @@ class Callback:
         """(the memory after a record, True to end the training)."""
         return memory, False
 
-    def on_saved(self, record: Record, written: Callable[[], Path | None]) -> None:
+    def on_saved(self, record: Record, written: Callable[[], checkpoint._AnyPath | None]) -> None:
         """What is due after this record is saved.
 
         `written()` waits until the checkpoint is on disk, and returns its path in the first process. It is a wait of

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ... import checkpoint
 from ..._core import checks, text
 from ..._core.arrays import PyTree
 from ..._core.functions import check_takes
@@ -41,7 +42,7 @@ class Callbacks:
         metrics_file: str | os.PathLike[str] | None = None,
         callbacks: CallbackFunction | WithMemory | Iterable[CallbackFunction | WithMemory] = (),
         on_step: OnStep | None = None,
-        checkpoint_dir: Path | None = None,
+        checkpoint_dir: checkpoint._AnyPath | None = None,
         certificate: Path | None = None,
     ):
         if callable(callbacks) or has_memory(callbacks) or not isinstance(callbacks, Iterable):
@@ -92,7 +93,7 @@ class Callbacks:
 
     # Before the first step.
 
-    def before_resume(self, directory: Path) -> None:
+    def before_resume(self, directory: checkpoint._AnyPath) -> None:
         """Call all before checkpoints are looked for."""
         for callback in self.each:
             callback.before_resume(directory)
@@ -218,7 +219,7 @@ class Callbacks:
         """The step of the best state so far, 0 if there is none. None where no callback asks for it."""
         return None if self._keeper is None else callback_state[self._keeper]["step"]
 
-    def on_saved(self, record: Record, written: Callable[[], Path | None]) -> None:
+    def on_saved(self, record: Record, written: Callable[[], checkpoint._AnyPath | None]) -> None:
         """Call all after a record is saved."""
         for callback in self.each:
             callback.on_saved(record, written)

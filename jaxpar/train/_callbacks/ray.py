@@ -38,12 +38,12 @@ class RayReport(Callback):
     """What `to_ray` returns."""
 
     def __init__(self) -> None:
-        self._directory: Path | None = None
+        self._directory: checkpoint._AnyPath | None = None
         self._name = ""  # of the directory, in what is reported
         self._reported = -1  # the step of the last report
         self._missing: list[Record] = []  # records of earlier workers, which were not reported
 
-    def before_resume(self, directory: Path) -> None:
+    def before_resume(self, directory: checkpoint._AnyPath) -> None:
         """Put the checkpoint that was reported last into the directory, if it is not there."""
         # A worker begins in a directory of its Ray session. So a relative directory is another one in the next session,
         # and what was reported is found by the part that the user gave. An earlier jaxpar reported the absolute path.
@@ -51,6 +51,7 @@ class RayReport(Callback):
         ray = distributed._ray_worker()
         if ray is None:
             return
+        directory = _on_disk(directory)
         # Only those of this directory: a worker may run several `fit`s, and each reports its own.
         names = (self._name, str(directory))
         ours = [r for r in ray.get_all_reported_checkpoints() if r.metrics.get("checkpoint_dir") in names]
@@ -65,7 +66,7 @@ class RayReport(Callback):
         """Find the records that were not reported. They are when all workers have begun."""
         self._missing = [record for record in history if record["step"] > self._reported]
 
-    def on_saved(self, record: Record, written: Callable[[], Path | None]) -> None:
+    def on_saved(self, record: Record, written: Callable[[], checkpoint._AnyPath | None]) -> None:
         """Report a record. `written()` waits for its checkpoint, and gives the path in worker 0."""
         ray = distributed._ray_worker()
         if ray is not None:
@@ -84,7 +85,7 @@ class RayReport(Callback):
             saved = None if self._directory is None else checkpoint._of_step(self._directory, record["step"])
             self._report(ray, record, saved)
 
-    def _report(self, ray: Any, record: Record, path: Path | None) -> None:
+    def _report(self, ray: Any, record: Record, path: checkpoint._AnyPath | None) -> None:
         metrics = {name: value for name, value in record.items() if value is not None}
         # So that `before_resume` of another call finds its own among all that the workers have reported.
         if self._directory is not None:
@@ -92,6 +93,15 @@ class RayReport(Callback):
         with contextlib.ExitStack() as stack:
             saved = None
             if path is not None and ray.get_context().get_world_rank() == 0:
-                saved = ray.Checkpoint.from_directory(stack.enter_context(checkpoint._whole_copy(path)))
+                saved = ray.Checkpoint.from_directory(stack.enter_context(checkpoint._whole_copy(_on_disk(path))))
             ray.report(metrics, checkpoint=saved)  # Ray has its copy on return
         self._reported = record["step"]
+
+
+def _on_disk(path: checkpoint._AnyPath) -> Path:
+    if isinstance(path, Path):
+        return path
+    raise ValueError(
+        f"fit: checkpoint_dir is in a bucket ({path}), and train.to_ray hands checkpoints on to Ray as files; give a "
+        "folder as checkpoint_dir, and the bucket to Ray, as storage_path of its RunConfig"
+    )

@@ -106,7 +106,8 @@ def fit(
         progress: show a tqdm bar for each epoch in a terminal or notebook, and print a line for each epoch. For
             thousands of epochs: 100 prints a line for each 100th epoch and the last one, and "bar" shows one bar for
             the whole run and no lines.
-        checkpoint_dir: the directory for checkpoints, one after each epoch.
+        checkpoint_dir: the directory for checkpoints, one after each epoch. It may be in a bucket: "gs://bucket/run" or
+            "s3://bucket/run".
         resume: "auto" resumes from the latest checkpoint in `checkpoint_dir` if its step is after the step of `state`,
             or if the run was interrupted at that step. False ignores checkpoints. True requires one.
         checkpoint_every: also save a checkpoint after every `checkpoint_every` steps.

@@ -13,7 +13,6 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -47,7 +46,7 @@ def train(run: Run, state: TrainState, open_steps: OpenSteps | None = None) -> t
     with contextlib.ExitStack() as opened:
         if run.checkpoint_dir is not None:
 
-            def say_latest(path: Path) -> None:  # where a process is lost, the others say how to go on
+            def say_latest(path: checkpoint._AnyPath) -> None:  # where a process is lost, the others say how to go on
                 distributed.set_resume_hint(files.shown(path))
 
             manager = checkpoint.Manager(run.checkpoint_dir, keep=run.keep, on_latest=say_latest)
@@ -547,7 +546,7 @@ class Training:
         )
         self.manager._save(self.state, info.to_json(), best=is_best, kept=self.is_kept, records=history)
 
-    def written(self) -> Path | None:
+    def written(self) -> checkpoint._AnyPath | None:
         """Wait for the disk. Return what this run wrote or restored of the last step, in the process that writes."""
         if self.manager is None:
             return None

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import jax
 
-from ... import data, updaters
+from ... import checkpoint, data, updaters
 from ..._core import checks, files
 from ..._core.functions import check_takes
 from ..._devices import processes, user_mesh
@@ -67,7 +67,8 @@ class Run:
     def __init__(self, state: TrainState, step: TrainStep, train_data: Any, options: FitOptions):
         # The order is that in which a user would mend them: what takes long to find out comes last.
         self.certificate = _path(options.certificate, "certificate")
-        self.checkpoint_dir = _path(options.checkpoint_dir, "checkpoint_dir")
+        directory = options.checkpoint_dir
+        self.checkpoint_dir = None if directory is None else checkpoint._as_path(directory, "fit: checkpoint_dir")
         metrics_file = _path(options.metrics_file, "metrics_file")
         self.profile: Profile | None = as_profile(options.profile)
         places = self.checkpoint_dir, self.certificate

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -62,7 +61,7 @@ class RunInfo:
         return cls(**{field.name: info[field.name] for field in dataclasses.fields(cls) if field.name in info})
 
 
-def has_good_info(path: Path, body: dict[str, Any]) -> bool:
+def has_good_info(path: checkpoint._AnyPath, body: dict[str, Any]) -> bool:
     """True, or a `CheckpointError` for the info of a run that `fit` cannot have saved."""
     info: dict[str, Any] = body.get("info", {})
     if "first" not in info:  # the user saved it

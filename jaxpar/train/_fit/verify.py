@@ -6,11 +6,10 @@ import contextlib
 import dataclasses
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 from ... import checkpoint, data, kv
-from ..._core import checks, files
+from ..._core import checks
 from ..._core.transfers import allows_transfers
 from .._step.state import check_is_state
 from .._step.train_step import TrainStep
@@ -33,7 +32,7 @@ class Verified:
         fault: which step, virtual shard and leaf was wrong first. None: all are the same.
     """
 
-    start: Path | None
+    start: checkpoint._AnyPath | None
     steps: list[int]
     differs: int | None
     fault: Fault | None = None
@@ -118,7 +117,7 @@ def compute_again(
     start, info = None, None
     given_step, checkpoint_dir = int(state.step), arguments.get("checkpoint_dir")
     if checkpoint_dir is not None:
-        directory = files.as_path(checkpoint_dir, "verify: checkpoint_dir")
+        directory = checkpoint._as_path(checkpoint_dir, "verify: checkpoint_dir")
         good = checkpoint._newest_good(
             directory,
             set(),

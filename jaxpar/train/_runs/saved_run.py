@@ -564,7 +564,7 @@ def open(
     for each, manifest in listed:
         try:
             if "first" in manifest.get("info", {}) and has_good_info(each, manifest):
-                saved.append(SavedState(manifest.get("step", 0), each, RunInfo.from_json(manifest["info"])))
+                saved.append(SavedState(manifest.get("step", 0), Path(each), RunInfo.from_json(manifest["info"])))
         except checkpoint.CheckpointError as error:  # `fit` passes over it too
             damages.append(str(error))
     if not saved:
