@@ -461,7 +461,8 @@ def _unpack(
     packed: jax.Array, gates: int, inputs: int, hidden: int, layers: int, directions: int, projection: int | None
 ) -> list[_Weights]:
     """The weights of each layer and direction."""
-    rows, at, weights = gates * hidden, 0, []
+    rows, at = gates * hidden, 0
+    weights: list[list[jax.Array]] = []
     width = hidden if projection is None else projection
     for layer in range(layers):
         from_input = width * directions if layer else inputs
@@ -474,8 +475,8 @@ def _unpack(
             weights.append(matrices)
     biases = packed[at:].reshape(layers * directions, 2, rows)
     return [
-        (of_input, of_state, bias[0], bias[1], *(projected or [None]))
-        for (of_input, of_state, *projected), bias in zip(weights, biases, strict=True)
+        (matrices[0], matrices[1], bias[0], bias[1], None if projection is None else matrices[2])
+        for matrices, bias in zip(weights, biases, strict=True)
     ]
 
 

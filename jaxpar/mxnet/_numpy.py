@@ -130,9 +130,23 @@ def _norm(
     axes = tuple(range(data.ndim)) if axis is None else axis
     if flag in (1, -2):
         return jnp.sqrt(jnp.square(data).sum(axes, keepdims=keepdims))
-    if len(axes) > 2:
+    if len(axes) not in (1, 2):
         raise ValueError(f"norm: takes one or two axes, got {axes}")
-    return jnp.linalg.norm(data, "nuc" if flag == 2 else ord, axes if len(axes) == 2 else axes[0], keepdims)
+    first, *second = axes
+    return jnp.linalg.norm(data, "nuc" if flag == 2 else ord, axes if second else first, keepdims)
+
+
+def _percentile(
+    a: jax.Array,
+    q: Any = None,
+    *,
+    axis: tuple[int, ...] | None = None,
+    interpolation: str = "linear",
+    keepdims: bool = False,
+    q_scalar: float | None = None,
+) -> jax.Array:
+    """`q` is an array, or the number `q_scalar`."""
+    return jnp.percentile(a, q if q_scalar is None else q_scalar, axis, method=interpolation, keepdims=keepdims)
 
 
 def _reshape(data: jax.Array, *, newshape: tuple[int, ...], reverse: bool = False, order: str = "C") -> jax.Array:
@@ -252,7 +266,7 @@ def _random(
         **given: float | None,
     ) -> jax.Array:
         left = iter(values)
-        of_all = (numbers | given).values()
+        of_all = {**numbers, **given}.values()
         parameters = [next(left) if number is None else jnp.float32(number) for number in of_all]
         shape = jnp.broadcast_shapes(*(parameter.shape for parameter in parameters))
         shape = shape if size is None else (*size, *shape) if is_of_each else size
@@ -340,13 +354,7 @@ OPERATORS: dict[str, Operator] = {
     "_npi_argmin": row(
         lambda data, *, axis=None, keepdims=False: _whole(jnp.argmin(data, axis, keepdims=keepdims)), axis=AXIS
     ),
-    "_npi_percentile": row(
-        lambda a, q=None, *, axis=None, interpolation="linear", keepdims=False, q_scalar=None: jnp.percentile(
-            a, q if q_scalar is None else q_scalar, axis, method=interpolation, keepdims=keepdims
-        ),
-        axis=AXES,
-        q_scalar="float | None",
-    ),
+    "_npi_percentile": Operator(_percentile),
     "_npi_diff": row(lambda a, *, n=1, axis=-1: jnp.diff(a, n, axis)),
     "_npi_ediff1d": Operator(_differences),
     "_npi_polyval": row(lambda p, x: jnp.polyval(p, x)),

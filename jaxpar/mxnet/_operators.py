@@ -22,6 +22,7 @@ from . import (
     _losses as losses,
     _numpy as numpy,
     _random as random,
+    _regions as regions,
     _shapes as shapes,
 )
 from ._elementwise import ARITHMETIC, aligned, in_dtype
@@ -331,11 +332,11 @@ _NAMED: dict[str, Operator] = {
     "_contrib_Proposal _contrib_MultiProposal": Operator(
         boxes.proposal, outputs=lambda attrs: 2 if attrs["output_score"] else 1
     ),
-    "_contrib_ROIAlign": Operator(boxes.roi_align),
-    "ROIPooling": Operator(boxes.roi_pooling),
-    "_contrib_PSROIPooling": Operator(boxes.psroi_pooling),
-    "_contrib_DeformablePSROIPooling": Operator(boxes.deformable_psroi_pooling),
-    "_contrib_RROIAlign": Operator(boxes.rroi_align),
+    "_contrib_ROIAlign": Operator(regions.roi_align),
+    "ROIPooling": Operator(regions.roi_pooling),
+    "_contrib_PSROIPooling": Operator(regions.psroi_pooling),
+    "_contrib_DeformablePSROIPooling": Operator(regions.deformable_psroi_pooling),
+    "_contrib_RROIAlign": Operator(regions.rroi_align),
     **{
         f"_linalg_{name} linalg_{name}": Operator(function, outputs=lambda attrs, count=count: count)
         for name, function, count in (
