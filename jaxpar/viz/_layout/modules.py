@@ -16,7 +16,8 @@ from .._fold.cells import Cell, Cells, after_gradients
 from .._read.bind import RANDOM
 from .._read.source import Frame
 from .._scopes import Path, Scope, common_prefix, main_prefix, paths_of
-from .net import GENERIC, Draft, Net, name_of_weights
+from .names import GENERIC, name_of_weights
+from .net import Draft, Net
 
 _Path = tuple[str, ...]  # of parameters
 
