@@ -11,7 +11,7 @@ from .._graph import BACKWARD, human
 from .._read.raw import Eqn, Raw
 from .._read.source import describe
 from .._searches import order
-from .modules import fill_modules, number_calls, set_paths, set_scopes
+from .modules import set_paths, set_scopes
 from .net import Draft, Net
 
 
@@ -45,13 +45,8 @@ def build(cells: Cells) -> Net:
         if owner is not None:
             by_cell[owner.id].outputs.append(name)
 
-    # The scopes, of which a second call of a module gets a number. Then what has no scope joins a call around it.
     net = Net(raw, drafts, edges, carries=carries)
-    forward = [draft for draft in net.layers if not draft.op.endswith(BACKWARD)]
-    are_modules = set_scopes(cells, by_cell)
-    number_calls(forward, are_modules)
-    if are_modules:
-        fill_modules(net, forward)
+    set_scopes(cells, net, by_cell)
     # A gradient is drawn beside its layer, unless it runs in a loop or a branch of its own.
     for draft in drafts:
         if draft.forward is not None and not any(scope.is_region for scope in draft.scope):
