@@ -24,7 +24,8 @@ from ._fold.known import RULES, fold_patterns
 from ._fold.templates import Pattern, Rule
 from ._function import check_picture, check_trace, read, true_or_false
 from ._graph import Graph
-from ._layout.build import build, demote_constants, join_arguments, mark_state, set_sizes
+from ._layout.arrays import demote_constants, mark_state, set_sizes
+from ._layout.build import build, join_arguments
 from ._layout.collapse import FEW_BOXES, add_parts, close_until, collapse_scopes, limit_nodes
 from ._layout.inside import frame_as
 from ._layout.net import Net, to_graph

@@ -460,6 +460,96 @@ def test_a_module_that_is_called_again_is_a_second_cluster_and_one_that_goes_on_
     assert [node.name for node in named.layers] == ["first"]
 
 
+class Tower(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, name="b")(jnp.tanh(nn.Dense(4, name="a")(x)))
+
+
+class NnxTower(nnx.Module):
+    def __init__(self, rngs):
+        self.a, self.b = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.b(jnp.tanh(self.a(x)))
+
+
+class NnxTwins(nnx.Module):
+    def __init__(self, rngs):
+        self.tower, self.head = NnxTower(rngs), nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, x, y):
+        return self.head(self.tower(x) + self.tower(y))
+
+
+def _linen_twins():
+    class Twins(nn.Module):
+        @nn.compact
+        def __call__(self, x, y):
+            tower = Tower(name="tower")
+            return nn.Dense(1, name="head")(tower(x) + tower(y))
+
+    x = m.Spec((3, 4), f32)
+    return Twins().apply, jax.eval_shape(Twins().init, jax.random.key(0), x, x), x, x
+
+
+def _plain_twins():
+    def tower(params, x):
+        return jnp.tanh(x @ params["a"]["w"]) @ params["b"]["w"]
+
+    def twins(params, x, y):
+        return (tower(params["tower"], x) + tower(params["tower"], y)) @ params["head"]["w"]
+
+    w, x = m.Spec((4, 4), f32), m.Spec((3, 4), f32)
+    return twins, {"tower": {"a": {"w": w}, "b": {"w": w}}, "head": {"w": w}}, x, x
+
+
+def _nnx_twins():
+    x = m.Spec((3, 4), f32)
+    return NnxTwins(nnx.Rngs(0)), x, x
+
+
+@pytest.mark.parametrize("make", [_linen_twins, _nnx_twins, _plain_twins])
+def test_a_module_that_is_called_twice_in_a_row_is_two_clusters(make):
+    """The two calls were in one frame, which tangled their arrows."""
+    fn, *args = make()
+    scopes = [node.scope[-1] if node.scope else "" for node in viz.trace(fn, *args).layers]
+    around = "Twins" if make is _linen_twins else ""
+    assert scopes == ["tower"] * 3 + ["tower (2)"] * 3 + [around] * 2
+
+
+def test_a_module_that_reads_its_parameters_in_a_loop_is_called_once():
+    def cell(params, h, x):
+        return jnp.tanh(x @ params["wx"] + h @ params["wh"])
+
+    def rnn(params, xs):
+        h = jnp.zeros((2, 4))
+        for x in xs:
+            h = cell(params["rnn"], h, x)
+        return h @ params["head"]["w"]
+
+    w = m.Spec((4, 4), f32)
+    args = {"rnn": {"wx": w, "wh": w}, "head": {"w": w}}, [m.Spec((2, 4), f32)] * 3
+    for repeats in (True, False):
+        found = viz.trace(rnn, *args, repeats=repeats)
+        assert {node.scope[:1] for node in found.layers} == {("rnn",), ()}
+
+
+def test_a_bias_that_is_added_apart_from_its_product_has_its_own_name():
+    """It was called as the product, "fc1 2"."""
+
+    def fn(params, x):
+        for layer in params.values():
+            x = jnp.tanh(jnp.sin(x @ layer["w"]) + layer["b"][None])
+        return x
+
+    layer = {"w": m.Spec((4, 4), f32), "b": m.Spec((4,), f32)}
+    graph = viz.trace(fn, {"fc1": layer, "fc2": layer}, m.Spec((3, 4), f32), repeats=False)
+    assert {node.name: node.params for node in graph.layers if node.params} == {
+        "fc1": 16, "fc1/b": 4, "fc2": 16, "fc2/b": 4,
+    }  # fmt: skip
+
+
 def test_parameters_in_a_store_have_the_names_that_they_were_given_with():
     params = {"blocks": [{"w": jnp.ones((3, 3)), "b": jnp.ones(3)} for _ in range(2)], "head": {"w": jnp.ones((3, 1))}}
 

@@ -19,7 +19,8 @@ from typing import TypeAlias
 from .._graph import BACKWARD
 from .._scopes import Path, Scope, paths_of, unique
 from .._searches import circles
-from .net import Draft, Net, name_kinds, shared_name, shared_scope
+from .names import name_kinds, shared_name
+from .net import Draft, Net, shared_scope
 
 _Closing = tuple[tuple[Path, bool], list[Draft]]  # the scope that closes, whether these are gradients, and drafts of it
 MOST = 24  # children of a scope that a person can overlook

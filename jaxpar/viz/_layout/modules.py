@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .._fold.cells import Cell, Cells, after_gradients
+from .._graph import BACKWARD
 from .._read.arguments import RANDOM
 from .._read.source import Frame
 from .._scopes import Path, Scope, common_prefix, main_prefix, paths_of
-from .net import GENERIC, Draft, Net, name_of_weights
+from .names import GENERIC, name_of_weights
+from .net import Draft, Net
 
 _Path = tuple[str, ...]  # of parameters
 
@@ -143,44 +145,74 @@ def join_scopes(layers: Sequence[Layer]) -> list[Path]:
     return joined
 
 
-def set_scopes(cells: Cells, by_cell: dict[int, Draft]) -> bool:
-    """Write the scopes of the drafts before a gradient. Whether these are the modules of parameters."""
-    frames: dict[int, tuple[Frame, ...]] = {}
+def set_scopes(cells: Cells, net: Net, by_cell: dict[int, Draft]) -> None:
+    """Write the scopes of the drafts before a gradient. A second call of a module gets a number."""
+    stacks: dict[int, tuple[Frame, ...]] = {}
     late = after_gradients(cells)
     forward = sorted((cell for cell in cells if cell.id not in late), key=lambda cell: _first(cells, cell))
-    calls = {cell.id: frames_of(cells, cell, frames) for cell in forward}
-    _mark_tied(cells, forward, calls, by_cell)
-    layers = [_layer(cells, cell, by_cell[cell.id], calls[cell.id]) for cell in forward]
-    if not find_modules(layers):
-        return False
-    for cell, scope in zip(forward, join_scopes(layers), strict=True):
+    frames = {cell.id: frames_of(cells, cell, stacks) for cell in forward}
+    _mark_tied(cells, forward, frames, by_cell)
+    layers = [_layer(cells, cell, by_cell[cell.id], frames[cell.id]) for cell in forward]
+    are_modules = find_modules(layers)
+    for cell, scope in zip(forward, join_scopes(layers), strict=True) if are_modules else ():
         by_cell[cell.id].scope = scope
-    return True
+    drafts = [draft for draft in net.layers if not draft.op.endswith(BACKWARD)]
+    number_calls(drafts, are_modules, {by_cell[number].at: found for number, found in frames.items()})
+    if are_modules:
+        fill_modules(net, drafts)
 
 
 def number_calls(
-    drafts: list[Draft], are_modules: bool, around: Path = (), calls: dict[Path, list[set[int]]] | None = None
+    drafts: list[Draft],
+    are_modules: bool,
+    frames: Mapping[int, tuple[Frame, ...]],
+    around: Path = (),
+    calls: dict[Path, list[set[int]]] | None = None,
 ) -> None:
     """Number scopes that are entered again, "encoder (2)". A module that goes on with other parameters is not.
 
-    `drafts` are the layers in the scope `around`. `calls` has the parameters that each call has read, and grows.
+    `drafts` are the layers in the scope `around`, `frames` the calls around each. `calls` has the parameters that each
+    call of a scope has read, and grows.
     """
     depth, calls = len(around), {} if calls is None else calls
     for name, group in itertools.groupby(drafts, lambda draft: draft.scope[depth : depth + 1]):
-        run = list(group)
         if not name:
             continue
-        used = {weight for draft in run for weight in draft.weights}
-        calls_of = calls.setdefault((*around, *name), [])
-        # With other parameters than before it goes on with the same call, as two layers of a module do.
-        if calls_of and (name[0].is_region or (are_modules and calls_of[-1].isdisjoint(used))):
-            calls_of[-1] |= used
-        else:
-            calls_of.append(used)
-        numbered = (*around, name[0] if len(calls_of) == 1 else name[0].numbered(len(calls_of)))
-        for draft in run:
-            draft.scope = (*numbered, *draft.scope[depth + 1 :])
-        number_calls(run, are_modules, numbered, calls)
+        inside = list(group)
+        for run in [inside] if name[0].is_region else _calls_in_a_row(inside, frames):
+            used = {weight for draft in run for weight in draft.weights}
+            calls_of = calls.setdefault((*around, *name), [])
+            # With other parameters than before it goes on with the same call, as two layers of a module do.
+            if calls_of and (name[0].is_region or (are_modules and calls_of[-1].isdisjoint(used))):
+                calls_of[-1] |= used
+            else:
+                calls_of.append(used)
+            numbered = (*around, name[0] if len(calls_of) == 1 else name[0].numbered(len(calls_of)))
+            for draft in run:
+                draft.scope = (*numbered, *draft.scope[depth + 1 :])
+            number_calls(run, are_modules, frames, numbered, calls)
+
+
+def _calls_in_a_row(run: list[Draft], frames: Mapping[int, tuple[Frame, ...]]) -> list[list[Draft]]:
+    """The layers of a module, as the calls of it where it is called several times in a row.
+
+    Each call reads the parameters of the first layer, and the function around it is called for each from another place.
+    In a loop inside of a module that place is the same.
+    """
+    first = next((draft for draft in run if draft.weights), None)
+    if first is None:
+        return [run]
+    places = {draft.at: tuple(frame.call for frame in frames.get(draft.at, ())) for draft in run}
+    same = [draft for draft in run if (draft.op, draft.weights) == (first.op, first.weights)]
+    for again in same[1:]:
+        depth = len(common_prefix([places[first.at], places[again.at]]))  # of the function that makes both calls
+        called = [frames.get(draft.at, ())[depth + 1 : depth + 2] for draft in (first, again)]
+        if not all(called) or called[0][0].function != called[1][0].function:
+            continue
+        calls = [list(call) for _, call in itertools.groupby(run, lambda draft: places[draft.at][: depth + 1])]  # noqa: B023
+        if all(not set(same).isdisjoint(call) for call in calls):
+            return calls
+    return [run]
 
 
 def _first(cells: Cells, cell: Cell) -> int:
@@ -230,10 +262,16 @@ def set_paths(net: Net) -> None:
     modules = {path[:depth] for path in every for depth in range(1, len(path) - 1)}
     modules |= {path[:-1] for path in every if len(path) > 1 and path[-1] not in GENERIC}
     members = Counter(path for draft in forward for path in paths_of(draft.scope))
+    named: dict[tuple[str, ...], set[tuple[str, ...]]] = {}  # the params of the first layer of a module
     for draft in forward:
         scope = draft.scope
         paths = {weight: path for weight in draft.weights if (path := net.raw.values[weight].path)}
-        name = name_of_weights([path for weight, path in paths.items() if weight not in draft.borrowed], modules)
+        own = [path for weight, path in paths.items() if weight not in draft.borrowed]
+        name = name_of_weights(own, modules)
+        # A layer is called as the module of its params. A bias that another layer adds is called "bias".
+        if name and own[0][-2:-1] == (name,):
+            first = named.setdefault(own[0][:-1], set(own))
+            name = own[0][-1] if len(own) == 1 and own[0] not in first else name
         if draft.tied and draft.op in _PRODUCTS:  # a penalty of the weights is no layer of their name
             lender = name_of_weights(list(paths.values()), modules) or "".join(next(iter(paths.values()), ())[-1:])
             name = f"= {lender}" if lender else ""

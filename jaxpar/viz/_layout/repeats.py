@@ -14,7 +14,8 @@ from itertools import zip_longest
 from .._scopes import Path, Scope, common_prefix, unique
 from .._searches import reach, readers
 from .collapse import items_of
-from .net import Draft, Net, name_copies, name_kinds, names_of_parameters, shared_scope, without_numbers
+from .names import name_copies, name_kinds, names_of_parameters, without_numbers
+from .net import Draft, Net, shared_scope
 
 _FORWARD = -(1 << 60)  # in place of a layer, where a gradient reads it
 _LONGEST = 400  # layers in a repeated block
