@@ -18,7 +18,7 @@ from ..._core.arrays import PyTree
 from .._graph import BACKWARD
 from .._layout.net import Draft
 from .._program.hlo import Program
-from .._read.bind import is_store
+from .._read.libraries import is_store
 from .._searches import reach
 from .graph import Phase, StepArgument, StepEdge
 from .phases import changes_params
