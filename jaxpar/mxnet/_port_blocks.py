@@ -219,10 +219,13 @@ def _units(lines: list[Line], heads: Sequence[Value]) -> list[_Pattern]:
                     longer.setdefault((group, kinds[at], tuple(refs)), []).append(start)
         groups = []
         for starts in longer.values():
-            # What comes once begins no unit. What begins with two turns of a unit would only be longer than that.
+            # What comes once begins no unit. Nor does what begins with two turns of one, in a row of them. Equal lines
+            # may be branches: they are no turns.
             first = starts[0]
             window = kinds[first : first + length]
-            if len(starts) == 1 or (length > 4 and window[: length // 2] == window[length // 2 :]):
+            turn, again = window[: length // 2], window[length // 2 :]
+            is_twice = turn == again and len({*turn}) > 1
+            if len(starts) == 1 or (is_twice and any(b - a == len(turn) for a, b in itertools.pairwise(starts))):
                 continue
             groups.append(starts)
             outputs = {(made[value][0] - start, made[value][1]) for start in starts for value in alive[start]}
