@@ -5,6 +5,7 @@ import itertools
 import re
 from functools import partial
 
+import gallery
 import jax
 import jax.numpy as jnp
 import pytest
@@ -160,6 +161,16 @@ def test_a_picture_is_one_screen_of_which_no_box_stands_for_most():
     # What the user says is what is drawn.
     assert len(draw(max_nodes=None).network.layers) == 100
     assert len(draw(depth=1).network.layers) == 25
+
+
+def test_a_frame_with_a_count_holds_only_what_repeats():
+    """The frame "layers ×3" of the graph network also held the sum over each graph."""
+    fn, args, options = gallery.make("gnn")
+    with jax.numpy_rank_promotion("allow"):
+        plot = viz.plot_network(fn, *args, **options)
+    layers = [node for node in plot.network.layers if not node.detail.endswith(" layers")]
+    assert {node.repeat for node in layers if "layers ×3" in node.scope} == {3}
+    assert [node.scope for node in layers if node.op == "scatter-add"] == [()]
 
 
 @pytest.mark.parametrize("direction", ["up", "right"])

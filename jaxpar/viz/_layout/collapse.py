@@ -24,7 +24,7 @@ from .net import Draft, Net, shared_scope
 
 _Closing = tuple[tuple[Path, bool], list[Draft]]  # the scope that closes, whether these are gradients, and drafts of it
 MOST = 24  # children of a scope that a person can overlook
-FEW_BOXES = 8  # in a picture, below which single blocks are opened
+FEW_BOXES = 7  # in a picture, below which single blocks are opened
 
 
 def collapse_scopes(net: Net, depth: int) -> None:
@@ -360,7 +360,7 @@ def _name_parts(
             continue
         inside = [items[number] for number in _numbers(part)]
         name = name_part(inside)
-        # The scope of this name, where it is the only one and no layer beside it has params, is not framed twice.
+        # The module of this name, where it is the only one and no layer beside it has params, is not framed twice.
         scopes = [item for item in inside if item.scope is not None]
         if len(scopes) == 1 and scopes[0].name == name and not any(i.name for i in inside if i.scope is None):
             for draft in (draft for item in inside for draft in item.drafts):
@@ -373,8 +373,19 @@ def _name_parts(
 
 
 def name_part(items: Sequence[Item]) -> Scope:
-    """A scope for a part of these items: what their names share, as "conv2_block1", else what is in it."""
-    if name := shared_name([item.name for item in items if item.name]):
+    """A scope for a part of these items: what their names share, as "conv2_block1", else what is in it.
+
+    A layer and steps without names are called as the layer. Where such a part is open, that is seen. Steps beside a
+    loop or a repeat do not run as often as it, and so they are counted: "layers ×3 + 1".
+    """
+    named = [item for item in items if item.name]
+    if len(named) == 1 < len(items):
+        name, scope = named[0].name, named[0].scope
+        if scope is None:
+            return Scope(name, "part")
+        if scope[-1].is_region or scope[-1].times is not None:
+            return Scope(f"{name} + {len(items) - 1}", "part")
+    if name := shared_name([item.name for item in named]):
         return Scope.of(name)
     kinds: list[tuple[str, int]] = []
     for item in items:
