@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         viz as viz,
     )
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # The folders without an underscore.
 _MODULES = tuple(each.name for each in pkgutil.iter_modules(__path__) if not each.name.startswith("_"))

@@ -1,6 +1,6 @@
 """The certificate of a run: a file of JSON lines with a hash of the state after every `certificate_every` steps.
 
-{"certificate": 1, "jax": "0.12.0", "jaxpar": "0.2.0", "processor": "x86_64 ...", "platform": "cpu", ...,
+{"certificate": 1, "jax": "0.12.0", "jaxpar": "0.3.0", "processor": "x86_64 ...", "platform": "cpu", ...,
  "run": {"model": ..., "data": ..., "seed": ..., "start": [0, "8100..."], "every": 100, ...}}
 {"step": 100, "state": "85ffc70354b8bc7642208128a38005f1", "leaves": "x5Z1...", "shards": "5Sg0...", "gradient": ...}
 {"left_out": 137}

@@ -24,7 +24,7 @@ from .net import Draft, Net, shared_scope
 
 _Closing = tuple[tuple[Path, bool], list[Draft]]  # the scope that closes, whether these are gradients, and drafts of it
 MOST = 24  # children of a scope that a person can overlook
-FEW_BOXES = 7  # in a picture, below which single blocks are opened
+FEW_BOXES = 8  # in a picture, those of gradients too, below which single blocks are opened
 
 
 def collapse_scopes(net: Net, depth: int) -> None:
@@ -119,7 +119,7 @@ def close_until(net: Net, fits: Callable[[Net], bool], *, room: int = MOST, few:
         closed = _opened(divided, fits, few)
         if fits(closed) and (best is None or _most_hidden(closed) < _most_hidden(best)):
             best = closed
-        if best is not None and _boxes(best) >= few and (not few or 2 * _most_hidden(best)[0] <= count):
+        if best is not None and len(best.layers) >= few and (not few or 2 * _most_hidden(best)[0] <= count):
             break
     best = best or _opened(divided, fits, few)
     net.drafts, net.edges, net.carries = best.drafts, best.edges, best.carries
@@ -149,7 +149,7 @@ def _opened(net: Net, fits: Callable[[Net], bool], few: int) -> Net:
         is_open = more
     shown, tried = closed(is_open), set[Path]()
     size = Counter(path for draft in net.drafts for path in paths_of(draft.scope))
-    while _boxes(shown) < few:
+    while len(shown.layers) < few:
         inside = [path for path in paths if path not in is_open | tried and path[:-1] in is_open | {()}]
         if not inside:
             break
@@ -158,11 +158,6 @@ def _opened(net: Net, fits: Callable[[Net], bool], few: int) -> Net:
         if fits(more := closed(is_open | {largest})):
             is_open, shown = is_open | {largest}, more
     return shown
-
-
-def _boxes(net: Net) -> int:
-    """How many boxes are drawn, without gradients, which stand beside their layers."""
-    return sum(draft.forward is None for draft in net.layers)
 
 
 def _most_hidden(net: Net) -> tuple[int, int]:

@@ -231,7 +231,7 @@ def read_step(
         graph, network = _graph_of(step, args, net, compiled, program, memory, seconds_or_folder)
         if fits is None or fits(graph, network) or (fewer := next(rows, None)) is None:
             return graph, network
-        close_until(whole, functools.partial(_has_rows, most=fewer), few=FEW_BOXES)
+        close_until(whole, functools.partial(_has_rows, most=fewer), few=2 * FEW_BOXES)  # a row has two
 
 
 def _has_rows(net: Net, most: int) -> bool:
