@@ -145,10 +145,10 @@ ARITHMETIC: dict[str, tuple[Callable[[Any, Any], jax.Array], str, str]] = {
     "sub": (jnp.subtract, "elemwise_sub broadcast_minus _minus _Minus _sub", "_minus_scalar _MinusScalar"),
     "mul": (jnp.multiply, "elemwise_mul _mul _Mul", "_mul_scalar _MulScalar"),
     "div": (divide, "elemwise_div _div _Div", "_div_scalar _DivScalar"),
-    "mod": (mod, "mod _Mod", "_mod_scalar _ModScalar"),
+    "mod": (mod, "_mod _Mod", "_mod_scalar _ModScalar"),
     "power": (jnp.power, "_power _Power _pow", "_power_scalar _PowerScalar"),
-    "maximum": (maximum, "maximum _Maximum", "_maximum_scalar _MaximumScalar"),
-    "minimum": (minimum, "minimum _Minimum", "_minimum_scalar _MinimumScalar"),
+    "maximum": (maximum, "_maximum _Maximum", "_maximum_scalar _MaximumScalar"),
+    "minimum": (minimum, "_minimum _Minimum", "_minimum_scalar _MinimumScalar"),
     "hypot": (jnp.hypot, "_hypot _Hypot", "_hypot_scalar _HypotScalar"),
     **{
         n: (

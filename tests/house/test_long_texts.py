@@ -13,7 +13,7 @@ from jaxpar.mxnet import _graph
 from jaxpar.train._plan import compiled
 from jaxpar.viz import _scopes
 from jaxpar.viz._diff import changes
-from jaxpar.viz._layout import net
+from jaxpar.viz._layout import names
 from jaxpar.viz._program import hlo
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "mxnet"))
@@ -46,7 +46,7 @@ TEXTS = {
     "an integer": (_graph._INTEGER, re.Pattern.fullmatch, ONES + "x"),
     "a numbered weight": (changes._NUMBERED, re.Pattern.search, ONES + "x"),
     "a numbered scope": (_scopes._END, re.Pattern.search, f"a{ONES}-{ONES}x"),
-    "numbers in a name": (net._NUMBER, re.Pattern.split, DOTS),
+    "numbers in a name": (names._NUMBER, re.Pattern.split, DOTS),
     "the passes of a loop": (hlo._TRIPS, re.Pattern.search, '"known_trip_count":{"n":"' * (LONG // 20)),
     "the cycles of a program": (hlo._CYCLES, re.Pattern.search, f'"estimated_cycles":"{ONES}'),
     "too much memory": (compiled._REFUSED, re.Pattern.search, DOTS),

@@ -170,7 +170,7 @@ def test_a_frame_with_a_count_holds_only_what_repeats():
         plot = viz.plot_network(fn, *args, **options)
     layers = [node for node in plot.network.layers if not node.detail.endswith(" layers")]
     assert {node.repeat for node in layers if "layers ×3" in node.scope} == {3}
-    assert [node.scope for node in layers if node.op == "scatter-add"] == [()]
+    assert [node.scope for node in layers if node.op == "SegmentSum"] == [()]
 
 
 @pytest.mark.parametrize("direction", ["up", "right"])
