@@ -1,6 +1,7 @@
 """Checkpoints that an earlier jaxpar wrote go on to restore, to the bit, with records and callbacks' memories.
 
-`python tests/checkpoint/test_written_checkpoints.py NAME` writes those of the jaxpar at hand to written/NAME.tar.gz.
+`XLA_FLAGS=--xla_force_host_platform_device_count=8 python tests/checkpoint/test_written_checkpoints.py NAME` writes
+those of the jaxpar at hand to written/NAME.tar.gz, on as many devices as the tests have.
 """
 
 import json
