@@ -266,7 +266,8 @@ def _random(
         **given: float | None,
     ) -> jax.Array:
         left = iter(values)
-        of_all = {**numbers, **given}.values()
+        # An array stands for a number that is not given, also where that has a default.
+        of_all = {**(dict.fromkeys(numbers) if values else numbers), **given}.values()
         parameters = [next(left) if number is None else jnp.float32(number) for number in of_all]
         shape = jnp.broadcast_shapes(*(parameter.shape for parameter in parameters))
         shape = shape if size is None else (*size, *shape) if is_of_each else size

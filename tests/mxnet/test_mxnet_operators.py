@@ -52,6 +52,8 @@ WRONG = {
 # In float16 MXNet rounds in between, and is less exact than these.
 HALF_ROUGH = (
     "roi align sensitive",
+    "deformable psroi classes",
+    "deformable psroi classes behind",
     "pdf gamma log behind",
     "pdf generalized behind",
     "pdf generalized log",
@@ -133,7 +135,7 @@ def compare(names, tmp_path):
     @functools.partial(jax.grad, has_aux=True)
     def gradients(floats):
         found = {n: apply(models[n], {**floats[n], **cases[n][1]}, cases[n][2]) for n in floats}
-        return sum(weighted(n, outs) for n, (outs, _) in found.items()), found
+        return sum((weighted(n, outs) for n, (outs, _) in found.items()), jnp.float32(0)), found
 
     grads, found = gradients({name: cases[name][0] for name in names if "out0" in recorded()[name]})
     for name, (outs, state) in found.items():
@@ -451,7 +453,7 @@ def test_what_numpys_random_operators_draw():
 
 RECORDED = np.load(REFERENCE / "mxnet_float16.npz", allow_pickle=False)
 COMPUTED = [name for name in OPERATORS if f"{name}/out0" in RECORDED and name not in ("dropout", *WRONG)]
-OTHERS = [name for name in MORE["cases"] if "half out0" in recorded()[name] and name not in HALF_ROUGH]
+OTHERS = [name for name in MORE["cases"] if "half out0" in recorded()[name] and name not in (*HALF_ROUGH, *WRONG)]
 # Their result is float32 by themselves.
 SINGLE = ("argmax", "shape cast", "argmin", "shape arange", "shape zeros", "embedding", "one hot")
 
