@@ -233,7 +233,7 @@ class SavedRun:
                 raise FileExistsError(f"run.fork: {target} has checkpoints already; give another directory")
             return info.get("run", "") if listed else None
 
-        there = processes.ask_first(look_into_target, FileExistsError)  # the name of a fork that is there already
+        name_there = processes.ask_first(look_into_target, FileExistsError)  # of a fork that is there already
         step, _ = self._needed("run.fork")
         if not isinstance(step, TrainStep):
             raise TypeError(
@@ -298,11 +298,11 @@ class SavedRun:
             forked_from=[str(self.directory), number],
             certificate=None,
         )
-        if there is None:
+        if name_there is None:
             manager = checkpoint.Manager(target)
             with contextlib.closing(manager):
                 manager._save(state, forked.to_json(), kept=True, records=history)
-        elif there != forked.run:
+        elif not processes.ask_first(lambda: name_there == forked.run):  # it was saved by process 0, and has its name
             raise FileExistsError(
                 f"run.fork: {target} has checkpoints of another fork, which differs in the optimizer, the steps that "
                 "it leaves out, or what computed it; give another directory"
