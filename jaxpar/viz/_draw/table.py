@@ -257,11 +257,12 @@ _STYLE = (
     ".jaxpar-table>div{width:max-content;min-width:60%}"
     ".jaxpar-table [role=row]{display:grid;gap:0 16px;padding:2px 8px;white-space:nowrap}"
     ".jaxpar-table [role=row]:hover{background:rgba(128,128,128,.15)}"
-    ".jaxpar-table summary{cursor:pointer;font-weight:bold;list-style:none}"
+    ".jaxpar-table summary{cursor:pointer;list-style:none}"
     ".jaxpar-table summary::-webkit-details-marker{display:none}"
     ".jaxpar-table summary>:first-child::before{content:'▸ '}"
     ".jaxpar-table details[open]>summary>:first-child::before{content:'▾ '}"
-    ".jaxpar-table [role=columnheader]{font-weight:bold}"
+    # Of the cells, not of the row: its columns are so many digits wide, and those are wider in bold.
+    ".jaxpar-table summary>span,.jaxpar-table [role=columnheader]{font-weight:bold}"
     ".jaxpar-table .n{text-align:right}"
 )
 
