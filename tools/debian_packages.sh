@@ -5,7 +5,14 @@
 set -u
 missing=()
 [ -e /usr/share/datasets/fashion-mnist/train-images-idx3-ubyte.gz ] || missing+=(dataset-fashion-mnist)
-command -v dot >/dev/null || missing+=(graphviz)
+# The picture of a step needs the engine nop2. From Graphviz 14 on, Debian has it in a package of its own.
+engines=libgvplugin-neato-layout8
+if ! command -v dot >/dev/null; then
+  missing+=(graphviz)
+  apt-cache show "$engines" >/dev/null 2>&1 && missing+=("$engines")
+elif ! echo "graph {}" | dot -Knop2 -Tdot >/dev/null 2>&1; then
+  missing+=("$engines")
+fi
 [ -n "${CXX:-}" ] || command -v g++ >/dev/null || command -v clang++ >/dev/null || missing+=(g++)
 [ ${#missing[@]} -eq 0 ] && exit 0
 if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then

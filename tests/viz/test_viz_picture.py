@@ -2,6 +2,7 @@
 
 import base64
 import functools
+import os
 import re
 import struct
 import subprocess
@@ -185,6 +186,16 @@ def test_without_a_renderer_a_notebook_says_what_to_install_and_shows_the_table(
     assert set(shown) == {"text/html", "text/plain"}
     assert [text.count("pip install pygraphviz") for text in shown.values()] == [1, 1]
     assert lists_all_layers(shown["text/html"], plot.network)
+
+
+def test_a_graphviz_without_the_engine_of_steps_says_what_to_install(tmp_path, monkeypatch):
+    """Debian's package of Graphviz 14 has the engine dot alone."""
+    program = tmp_path / "dot"
+    program.write_text("#!/bin/sh\necho 'Error: Layout type: \"nop2\" not recognized. Use one of: dot' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(viz.RenderError, match=r"not recognized.*\n.*neato_layout.*libgvplugin-neato-layout8"):
+        draw("lenet").pipe("svg")
 
 
 @pytest.mark.parametrize("write", ["save", "render"])

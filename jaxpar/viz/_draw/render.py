@@ -56,7 +56,13 @@ def render(text: str, format: str, time_limit: float, engine: str = "dot", flags
     if not _is_drawn(done) and engine == "dot":
         done = _run(_command(format, engine, (*flags, *_OTHERWISE)), text, time_limit)
     if not _is_drawn(done):
-        raise RenderError(f"jaxpar.viz: dot cannot draw {format}: {done.stderr.decode(errors='replace').strip()}")
+        reason, hint = done.stderr.decode(errors="replace").strip(), ""
+        if "not recognized" in reason or "no layout engine" in reason:  # nop2 places a step, as neato does
+            hint = (
+                "\nThis Graphviz has no engine but dot. Install its plugin neato_layout: `sudo apt-get install "
+                "libgvplugin-neato-layout8` (Debian and Ubuntu, with Graphviz 14)"
+            )
+        raise RenderError(f"jaxpar.viz: dot cannot draw {format}: {reason}{hint}")
     return done.stdout
 
 
