@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +21,7 @@ from ..._core import checks
 from ..._core.arguments import no_such_arguments, renamed_arguments
 from ..._core.arrays import Device, PyTree, tree_nbytes
 from ..._core.recent import Recent
-from ..._core.text import Table
+from ..._core.text import Table, warn
 from ..._core.transfers import allows_transfers
 from ..._core.updater import Updater
 from ..._devices import processes
@@ -797,10 +796,9 @@ def start(
             if store.frozen:
                 which = f"the layers {checks.shorten(layers)} are not frozen and are"
                 hint += ", and then put the frozen part into evaluation mode again, where it is to stay in it"
-            warnings.warn(
+            warn(
                 f"train.start: {which} in evaluation mode, which trains without dropout and with the "
-                f"running statistics of batch norm; to train in the other mode, {hint}",
-                stacklevel=1,
+                f"running statistics of batch norm; to train in the other mode, {hint}"
             )
     if compression is not None:
         store = kv.set_gradient_compression(store, compression)
