@@ -285,7 +285,7 @@ def random_key(rng: Any, caller: str) -> jax.Array:
         return jax.random.key(rng)
     key: Any = rng
     if not isinstance(rng, (jax.Array, np.ndarray)) or not (is_prng_key(rng) or rng.dtype == np.uint32):
-        raise TypeError(f"{caller}: rng must be a random key, such as jax.random.key(0), got {describe(rng)}")
+        raise TypeError(f"{caller}: rng must be an int or a random key, such as jax.random.key(0), got {describe(rng)}")
     return key
 
 

@@ -119,7 +119,7 @@ class IterableSource:
         self,
         batch_size: int,
         *,
-        rng: jax.Array | None = None,
+        rng: jax.Array | int | None = None,
         epochs: int | None = 1,
         start: int = 0,
         devices: Sequence[Device] | None = None,
