@@ -539,13 +539,14 @@ def make_train_step(
     checks.choice(engine, caller, "engine", ("auto", *ENGINES))
     checks.choice(nonfinite, caller, "nonfinite", ("ignore", "skip", "stop"))
     checks.choice(unused, caller, "unused", ("warn", "skip"))
-    checks.whole_number(accumulate, caller, "accumulate")
+    accumulate = checks.whole_number(accumulate, caller, "accumulate")
     record = (record,) if isinstance(record, str) else tuple(record)
     for name in record:
         checks.choice(name, caller, "record", ("lr", "grad_norm", "update_norm", "grad_norms", "update_norms"))
-    for name, count in (("local_steps", local_steps), ("virtual_shards", virtual_shards)):
-        if count is not None:
-            checks.whole_number(count, caller, name)
+    if local_steps is not None:
+        local_steps = checks.whole_number(local_steps, caller, "local_steps")
+    if virtual_shards is not None:
+        virtual_shards = checks.whole_number(virtual_shards, caller, "virtual_shards")
     for name, tx in (("grad_transform", grad_transform), ("outer_optimizer", outer_optimizer)):
         if tx is not None:
             checks.transform(tx, f"{caller}: {name}")
@@ -589,7 +590,7 @@ def make_train_step(
         "axis_name": axes[0],
         "accumulate": accumulate,
         "compute_dtype": compute_dtype,
-        "remat": remat,
+        "remat": remat or False,
         "grad_transform": grad_transform,
         "scaling": scaling,
         # A dynamic scale finds its size by overflows, whose updates must be left out.
@@ -602,7 +603,7 @@ def make_train_step(
     if virtual_shards is not None:
         device_step = VirtualStep(**options, shards=virtual_shards)
     elif local_steps is not None:
-        device_step = LocalSGD(**options, steps=int(local_steps), outer=outer_optimizer)
+        device_step = LocalSGD(**options, steps=local_steps, outer=outer_optimizer)
     else:
         device_step, global_step = DeviceStep(**options), GlobalStep(**options, axes=axes)
     return TrainStep(device_step, global_step, engine, axes[0], chosen, nonfinite, virtual_shards, mesh)
