@@ -203,18 +203,21 @@ class Arrays:
 
     @contextlib.contextmanager
     def led(self) -> Generator[None]:
-        """A block in which the first process commits. The others learn of its error, and do not wait for it."""
+        """A block in which the first process commits. The others learn of its error, and do not wait for it.
+
+        The unfinished folder is removed at its end.
+        """
         try:
             yield
         except BaseException as error:
-            if self.file_size is not None:  # of a bucket: nobody else has the temporary folder
-                with contextlib.suppress(Exception):
-                    self.wait()
-                shutil.rmtree(self.folder, ignore_errors=True)
+            with contextlib.suppress(Exception):
+                self.wait()  # orbax may write yet, and would make the folder again
             if self.meeting is not None:
                 with contextlib.suppress(OSError):
                     self._leave("path.json", {"error": _reason(error)})
             raise
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _leave(self, name: str, answer: dict[str, Any]) -> None:
         content = json.dumps(answer).encode()
@@ -245,7 +248,6 @@ def write(path: AnyPath, content: Content, arrays: Arrays) -> None:
     """Write a checkpoint, whole or not at all. `OSError` where it cannot be written."""
     complete = arrays.folder / _COMPLETE
     with contextlib.ExitStack() as block:
-        block.callback(shutil.rmtree, arrays.folder, ignore_errors=True)
         block.enter_context(_as_not_written(path))
         # The hashes of all shards. orbax has written them after this. In a bucket the checkpoint is claimed then.
         boxes: list[list[Any]] = []
