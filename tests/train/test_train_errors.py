@@ -285,9 +285,28 @@ REFUSED = {
     "a column of labels": (
         V,
         lambda: train.accuracy(jnp.ones((4, 3)), jnp.ones((4, 1), int)),
-        ["accuracy", "(n, ..., classes)", "(n, ...)", "(4, 3)", "(4, 1)"],
+        ["accuracy", "(n, ..., classes)", "(n, ...)", "(4, 3)", "(4, 1)", "labels[..., 0]"],
     ),
-    "floating labels": (T, lambda: train.cross_entropy(jnp.ones((4, 3)), jnp.ones(4)), ["cross_entropy", "float32[4]"]),
+    "floating labels": (
+        T,
+        lambda: train.cross_entropy(jnp.ones((4, 3)), jnp.ones(4)),
+        ["cross_entropy", "float32[4]", "labels.astype(int)"],
+    ),
+    "one-hot labels": (
+        T,
+        lambda: train.cross_entropy(jnp.ones((4, 3)), jnp.ones((4, 3))),
+        ["cross_entropy", "float32[4,3]", "labels.argmax(-1)"],
+    ),
+    "one-hot labels of integers": (
+        V,
+        lambda: train.accuracy(jnp.ones((4, 3)), jnp.ones((4, 3), int)),
+        ["accuracy", "(4, 3)", "labels.argmax(-1)"],
+    ),
+    "one logit an example": (
+        V,
+        lambda: train.accuracy(jnp.ones(4), jnp.ones(4, int)),
+        ["accuracy", "(4,)", "(logits > 0) == labels"],
+    ),
 }
 
 

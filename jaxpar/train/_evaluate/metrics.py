@@ -158,12 +158,23 @@ def per_class_accuracy(logits: jax.Array, labels: jax.Array) -> Mean:
 
 def _check_labels(logits: jax.Array, labels: jax.Array, caller: str) -> None:
     """Errors unless there is one integer label for each row of logits."""
-    if not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
-        raise TypeError(f"{caller}: labels must be integers, got {checks.describe(labels)}")
-    if jnp.ndim(logits) < 2 or jnp.shape(logits)[:-1] != jnp.shape(labels):
+    shape, of_labels = jnp.shape(logits), jnp.shape(labels)
+    is_integer = jnp.issubdtype(jnp.result_type(labels), jnp.integer)
+    hint = ""
+    if len(shape) > 1 and of_labels == shape:
+        hint = "; turn one-hot labels into integers by labels.argmax(-1)"
+    elif len(shape) > 1 and of_labels == (*shape[:-1], 1):
+        hint = "; drop the axis of length 1 by labels[..., 0]"
+    elif len(shape) == 1:
+        hint = "; of one logit an example the classes are 0 and 1, write (logits > 0) == labels"
+    elif not is_integer:
+        hint = "; make floating class numbers integers by labels.astype(int)"
+    if not is_integer:
+        raise TypeError(f"{caller}: labels must be integers, got {checks.describe(labels)}{hint}")
+    if len(shape) < 2 or shape[:-1] != of_labels:
         raise ValueError(
-            f"{caller}: expected logits (n, ..., classes) and labels (n, ...), got logits {jnp.shape(logits)} and "
-            f"labels {jnp.shape(labels)}"
+            f"{caller}: expected logits (n, ..., classes) and labels (n, ...), got logits {shape} and labels "
+            f"{of_labels}{hint}"
         )
 
 

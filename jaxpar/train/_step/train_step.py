@@ -418,6 +418,7 @@ _HINTS = {
     **dict.fromkeys(("clip_norm", "max_grad_norm"), "give grad_transform=optax.clip_by_global_norm(1.0)"),
     "apply_fn": "write loss_fn=train.classification_loss(apply_fn)",
     "batch_size": "give it to train.fit",
+    **dict.fromkeys(("metrics", "metric"), "return them beside the loss: return loss, {'accuracy': accuracy}"),
     "has_aux": "loss_fn returns the loss, or (loss, aux) where aux is a dict",
 }
 
