@@ -315,3 +315,43 @@ def test_what_is_refused(case):
     error, call, content = REFUSED[case]
     with pytest.raises(error, match=".*".join(map(re.escape, content))):
         call()
+
+
+PAIRS = [(np.ones((8, 4), np.float32), np.ones(8, np.float32))] * 2
+
+
+def by_pair(params, batch):
+    x, y = batch
+    return ((x @ params["w"] - y) ** 2).mean()
+
+
+LOSSES = {
+    "a pair": by_pair,
+    "an index": lambda params, batch: (batch[0] @ params["w"]).mean(),
+    "another name": lambda params, batch: (batch["x"] @ params["w"]).mean(),
+    "a field": lambda params, batch: (batch.x @ params["w"]).mean(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_for_pairs_is_told_what_a_batch_of_a_loader_is(loss):
+    state, step = train.start({"w": np.zeros(4, np.float32)}, optax.sgd(0.1), LOSSES[loss])
+    with pytest.raises((TypeError, KeyError, AttributeError)) as caught:
+        train.fit(state, step, PAIRS, epochs=1, progress=False)
+    (note,) = [note for note in caught.value.__notes__ if 'a dict with "image" and "label"' in note]  # JAX has others
+    assert 'names=("x", "y")' in note
+
+
+def test_a_loader_without_a_size_is_told_which_one_was_taken():
+    class Loader:
+        def __len__(self):
+            return 2
+
+        def __iter__(self):
+            return iter(PAIRS)
+
+    state, step = train.start({"w": np.zeros(4, np.float32)}, optax.sgd(0.1), by_pair)
+    with pytest.raises(
+        ValueError, match=r"32 examples in each array, as batch_size= says \(32 without it\), got 'image'"
+    ):
+        train.fit(state, step, Loader(), epochs=1, progress=False)

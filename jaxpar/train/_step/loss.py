@@ -173,7 +173,16 @@ def run_loss(
     """What a loss function gives for (params, batch, rng) or those and a model state: (loss, aux, new model state)."""
     has_state = len(arguments) == 4
     arguments = arguments[: check_loss_takes(loss_fn, has_state)]
-    result = loss_fn(*arguments, **({"step": step} if has_parameter(loss_fn, "step") else {}))
+    try:
+        result = loss_fn(*arguments, **({"step": step} if has_parameter(loss_fn, "step") else {}))
+    except (TypeError, KeyError, AttributeError) as error:
+        # A loss that is written for the pairs of a loader, `x, y = batch`, or for a dict with other names.
+        if isinstance(arguments[1], dict) and arguments[1].keys() == {"image", "label"}:
+            error.add_note(
+                'train step: the batch that loss_fn got is a dict with "image" and "label". Pairs of a loader have '
+                'these names, and data.from_iterable(loader, names=("x", "y")) gives them others'
+            )
+        raise
     # Not a pair of numbers: it may be (sum, weight), and many people return (loss, accuracy).
     if not has_state and (isinstance(result, Mean) or is_number(result)):  # the loss alone
         return result, {}, ()
