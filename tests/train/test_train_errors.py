@@ -355,3 +355,18 @@ def test_a_loader_without_a_size_is_told_which_one_was_taken():
         ValueError, match=r"32 examples in each array, as batch_size= says \(32 without it\), got 'image'"
     ):
         train.fit(state, step, Loader(), epochs=1, progress=False)
+
+
+@pytest.mark.parametrize("label", [-1, -100, 3])
+def test_a_label_that_is_no_class_has_no_loss(label):
+    """-1 is the last class in NumPy and JAX, and a row of zeros in a one-hot array."""
+    logits, labels = jnp.zeros((4, 3)), jnp.array([0, 1, label, 2])
+    batch = {"image": np.zeros((4, 2), np.float32), "label": labels}
+    for smoothing in (0.0, 0.1):
+        loss, _ = train.classification_loss(lambda params, images: logits, smoothing)((), batch, None)
+        assert np.isnan(loss)
+    assert np.isnan(train.cross_entropy(logits, labels)).tolist() == [False, False, True, False]
+    mask = labels == batch["label"].clip(0, 2)
+    total, gradient = jax.value_and_grad(lambda logits: train.cross_entropy(logits, labels, mask).total.sum())(logits)
+    assert np.isclose(total, 3 * np.log(3))
+    assert np.isfinite(gradient).all()

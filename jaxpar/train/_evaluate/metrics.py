@@ -72,7 +72,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None =
 
     Returns:
         float32 (n,), the mean over the labels of each example. With a mask, the score is the mean over all labels that
-        count.
+        count. A label that is no class, such as -1 for "none", gives NaN unless the mask leaves it out.
 
     Example:
         >>> round(float(cross_entropy(jnp.zeros((1, 4)), jnp.array([2]))[0]), 3)
@@ -182,7 +182,8 @@ def _nats(logits: jax.Array, labels: jax.Array, caller: str) -> jax.Array:
     from optax import losses
 
     _check_labels(logits, labels, caller)
-    return losses.softmax_cross_entropy_with_integer_labels(widen(logits), labels)
+    nats = losses.softmax_cross_entropy_with_integer_labels(widen(logits), labels)  # NaN for a label that is too large
+    return jnp.where(labels < 0, jnp.nan, nats)  # -1 would be the last class
 
 
 def _mean(values: jax.Array, mask: jax.Array | None, caller: str) -> jax.Array | Mean:

@@ -347,12 +347,17 @@ class ClassificationLoss:
         labels = batch["label"][:, None]
         accuracy = (logits.argmax(axis=1) == labels[:, 0]).mean()
         if not self.label_smoothing:
-            return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels, axis=1).mean(), {"accuracy": accuracy}
+            picked = jnp.take_along_axis(
+                jax.nn.log_softmax(logits), labels, axis=1
+            )  # NaN for a label that is too large
+            return -jnp.where(labels < 0, jnp.nan, picked).mean(), {"accuracy": accuracy}  # -1 would be the last class
         from optax import losses
 
         targets = jax.nn.one_hot(labels[:, 0], logits.shape[1], dtype=logits.dtype)
         smooth = losses.smooth_labels(targets, self.label_smoothing)
-        return losses.softmax_cross_entropy(logits, smooth).mean(), {"accuracy": accuracy}
+        is_class = (labels[:, 0] >= 0) & (labels[:, 0] < logits.shape[1])
+        each = jnp.where(is_class, losses.softmax_cross_entropy(logits, smooth), jnp.nan)
+        return each.mean(), {"accuracy": accuracy}
 
 
 def classification_loss(
@@ -368,7 +373,7 @@ def classification_loss(
 
     Returns:
         `loss_fn(params, batch, rng) -> (loss, {"accuracy"})` for batches `{"image", "label"}` with integer
-        labels. The loss is in nats per example.
+        labels. The loss is in nats per example, and NaN where a label is no class, such as -1.
 
     Raises:
         ValueError: `label_smoothing` is out of range.
