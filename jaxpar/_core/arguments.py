@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
+
+from .text import warn
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,7 +25,7 @@ def renamed_arguments(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]
             for old in names.keys() & kwargs.keys():
                 if (new := names[old]) in kwargs:
                     raise TypeError(f"{caller}: {old}= is now called {new}=; give only {new}=")
-                warnings.warn(f"{caller}: {old}= is now called {new}=", DeprecationWarning, stacklevel=2)
+                warn(f"{caller}: {old}= is now called {new}=", DeprecationWarning)
                 kwargs[new] = kwargs.pop(old)
             return fn(*args, **kwargs)
 

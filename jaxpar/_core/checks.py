@@ -19,7 +19,7 @@ import numpy as np
 
 from .arrays import Device, PyTree, Shaped, Value, check_plain, is_deleted, is_of_numbers, is_prng_key, is_tracing
 from .host import in_kept_dtype
-from .text import describe as describe, did_you_mean, matches, shorten as shorten
+from .text import cut_middle, describe as describe, did_you_mean, matches, shorten as shorten
 
 Engine = Literal["pmap", "shard_map"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
@@ -119,7 +119,8 @@ def array(value: Any, caller: str) -> jax.Array:
     except jax.errors.JaxRuntimeError:  # a copy that the user's jax.transfer_guard disallows
         raise
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last: PyTorch, with a gradient
-        raise TypeError(f"{caller}: expected an array, got {describe(value)} ({error})") from None
+        reason = cut_middle(" ".join(str(error).split()), 200)  # a module has many lines
+        raise TypeError(f"{caller}: expected an array, got {describe(value)} ({reason})") from None
 
 
 def storable(value: Shaped, shape: tuple[int, ...], stored: np.dtype[Any], caller: str) -> None:
@@ -285,7 +286,7 @@ def random_key(rng: Any, caller: str) -> jax.Array:
         return jax.random.key(rng)
     key: Any = rng
     if not isinstance(rng, (jax.Array, np.ndarray)) or not (is_prng_key(rng) or rng.dtype == np.uint32):
-        raise TypeError(f"{caller}: rng must be a random key, such as jax.random.key(0), got {describe(rng)}")
+        raise TypeError(f"{caller}: rng must be an int or a random key, such as jax.random.key(0), got {describe(rng)}")
     return key
 
 

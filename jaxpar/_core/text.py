@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import unicodedata
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -84,6 +85,19 @@ def say_before_exit(line: str) -> None:
     thread.join(1.0)
     if thread.is_alive():
         os.write(2, line.encode() + b"\n")
+
+
+# What is between the line of a user and a warning: jaxpar, JAX that traces a loss, and Python's own wrappers.
+_BETWEEN = ("jaxpar", "jax", "jaxlib", "contextlib", "functools", "concurrent", "threading")
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user's code that led here."""
+    # Python 3.12 has `skip_file_prefixes` for it, and 3.11 has not.
+    level, frame = 2, sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=2 if frame is None else level)  # a thread has no line of the user
 
 
 def in_notebook() -> bool:

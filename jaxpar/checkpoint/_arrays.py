@@ -29,6 +29,7 @@ import jax
 import numpy as np
 
 from .._core.files import CheckpointError
+from . import _bucket
 from ._bucket import AnyPath, BucketPath
 
 STATE = "state"  # what orbax calls the pytree in its directory, see `write`
@@ -226,7 +227,7 @@ def merge(path: BucketPath, count: int) -> dict[str, list[Any]]:
     import tensorstore
 
     def opened(folder: BucketPath) -> Any:
-        spec = {"driver": "ocdbt", "base": folder.spec()}
+        spec = {"driver": "ocdbt", "base": _bucket.spec(folder)}
         return tensorstore.KvStore.open(spec, context=path.bucket.context).result()
 
     transaction = tensorstore.Transaction(atomic=True)
@@ -235,9 +236,9 @@ def merge(path: BucketPath, count: int) -> dict[str, list[Any]]:
         opened(path / f"ocdbt.process_{process_index}").experimental_copy_range_to(whole).result()
     transaction.commit_async().result()
     fingerprints: dict[str, list[Any]] = {}
-    for name in path.names():
+    for name in _bucket.names(path):
         if name == _WRITTEN or name.startswith("d/"):
-            content = (path / name).get()[0] or b""
+            content = _bucket.get(path / name)[0] or b""
             sha256 = "" if name.startswith("d/") else hashlib.sha256(content).hexdigest()
             fingerprints[f"{STATE}/{name}"] = [len(content), sha256]
     return fingerprints
@@ -354,7 +355,7 @@ class Stored:
                 # orbax writes OCDBT, a store of keys of tensorstore's, with an array of zarr under each name.
                 folder, context = self._folder / STATE, None
                 if isinstance(folder, BucketPath):
-                    base, context = folder.spec(), folder.bucket.context
+                    base, context = _bucket.spec(folder), folder.bucket.context
                 else:
                     base = {"driver": "file", "path": f"{stack.enter_context(name_for_orbax(folder))}/"}
                 kvstore = {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"}
@@ -392,7 +393,7 @@ class Stored:
                             yield i, arrays.pop(i)
         except Exception as error:
             if isinstance(self._folder, BucketPath):
-                self._folder.names()  # an `OSError` where the bucket does not answer, which is no damage
+                _bucket.names(self._folder)  # an `OSError` where the bucket does not answer, which is no damage
             reason = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
             raise CheckpointError(f"{self._folder} is damaged: {leaf} ({name}): {reason}") from error
 

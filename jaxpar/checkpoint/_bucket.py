@@ -83,7 +83,7 @@ class Bucket:
         return tensorstore.KvStore.open(self.spec(), context=self.context).result()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class BucketPath(os.PathLike[str]):
     """A path in a bucket, such as gs://bucket/runs/lenet. `str` gives it as text.
 
@@ -110,70 +110,14 @@ class BucketPath(os.PathLike[str]):
     def parent(self) -> BucketPath:
         return BucketPath(self.bucket, self.key.rpartition("/")[0])
 
+    def __repr__(self) -> str:
+        return f"BucketPath({str(self)!r})"
+
     def __str__(self) -> str:
         return f"{self.bucket.scheme}://{self.bucket.name}/{self.key}".rstrip("/")
 
     def __fspath__(self) -> str:
         return str(self)
-
-    def spec(self) -> dict[str, Any]:
-        """What tensorstore is told of the objects below."""
-        return {**self.bucket.spec(), "path": f"{self.key}/" if self.key else ""}
-
-    # Objects.
-
-    def get(self) -> tuple[bytes | None, bytes]:
-        """The content of the object, or None where there is none, and its generation, which changes with each write."""
-        result = self.answer(self.opened().read(self.key))
-        return (result.value if result.state == "value" else None), result.stamp.generation
-
-    def put(self, content: bytes) -> None:
-        """Write the object, whatever is there."""
-        self.answer(self.opened().write(self.key, content))
-
-    def put_if(self, content: bytes, generation: bytes) -> bytes:
-        """Write the object if its generation is still this one, and return the next. `FileExistsError` if it is not.
-
-        No other process may write the same content.
-        """
-        written = self.answer(self.opened().write(self.key, content, if_equal=generation)).generation
-        if not written:
-            # A request whose answer was lost is repeated, and then meets what it has written itself.
-            now, written = self.get()
-            if now != content:
-                raise FileExistsError(errno.EEXIST, "another process has written it meanwhile", str(self))
-        return written
-
-    def remove(self, generation: bytes | None = None) -> None:
-        """Remove the object, if it is there, or only if its generation is still this one.
-
-        S3 has no such condition. There tensorstore looks first, and removes then.
-        """
-        self.answer(self.opened().write(self.key, None, if_equal=generation))
-
-    def names(self) -> list[str]:
-        """The names of all objects below, from here on, such as "step_00000120/jaxpar.json"."""
-        import tensorstore
-
-        prefix = f"{self.key}/" if self.key else ""
-        last = f"{prefix[:-1]}0" if prefix else ""  # "0" comes after "/"
-        found = self.answer(self.opened().list(tensorstore.KvStore.KeyRange(prefix, last), len(prefix.encode())))
-        return [name.decode(errors="replace") for name in found]
-
-    def opened(self) -> Any:
-        return self._guarded(lambda: self.bucket.store)
-
-    def answer(self, future: Any) -> Any:
-        return self._guarded(future.result)
-
-    def _guarded(self, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except OSError:
-            raise
-        except Exception as error:  # tensorstore has ValueError for most
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-            raise OSError(f"{self} cannot be read or written ({reason})") from error
 
 
 AnyPath = Path | BucketPath
@@ -208,6 +152,77 @@ def temporary_folder() -> Path:
     return Path(tempfile.gettempdir())
 
 
+# Requests. They are no methods, so that a path has what a path of `pathlib` has, and Tab shows no more.
+
+
+def spec(path: BucketPath) -> dict[str, Any]:
+    """What tensorstore is told of the objects below a path."""
+    return {**path.bucket.spec(), "path": f"{path.key}/" if path.key else ""}
+
+
+def get(path: BucketPath) -> tuple[bytes | None, bytes]:
+    """The content of the object, or None where there is none, and its generation, which changes with each write."""
+    result = answer(path, opened(path).read(path.key))
+    return (result.value if result.state == "value" else None), result.stamp.generation
+
+
+def put(path: BucketPath, content: bytes) -> None:
+    """Write the object, whatever is there."""
+    answer(path, opened(path).write(path.key, content))
+
+
+def put_if(path: BucketPath, content: bytes, generation: bytes) -> bytes:
+    """Write the object if its generation is still this one, and return the next. `FileExistsError` if it is not.
+
+    No other process may write the same content.
+    """
+    written = answer(path, opened(path).write(path.key, content, if_equal=generation)).generation
+    if not written:
+        # A request whose answer was lost is repeated, and then meets what it has written itself.
+        now, written = get(path)
+        if now != content:
+            raise FileExistsError(errno.EEXIST, "another process has written it meanwhile", str(path))
+    return written
+
+
+def delete(path: BucketPath, generation: bytes | None = None) -> None:
+    """Remove the object, if it is there, or only if its generation is still this one.
+
+    S3 has no such condition. There tensorstore looks first, and removes then.
+    """
+    answer(path, opened(path).write(path.key, None, if_equal=generation))
+
+
+def names(path: BucketPath) -> list[str]:
+    """The names of all objects below, from here on, such as "step_00000120/jaxpar.json"."""
+    import tensorstore
+
+    prefix = f"{path.key}/" if path.key else ""
+    last = f"{prefix[:-1]}0" if prefix else ""  # "0" comes after "/"
+    found = answer(path, opened(path).list(tensorstore.KvStore.KeyRange(prefix, last), len(prefix.encode())))
+    return [name.decode(errors="replace") for name in found]
+
+
+def opened(path: BucketPath) -> Any:
+    """The bucket of a path, as tensorstore has it."""
+    return _guarded(path, lambda: path.bucket.store)
+
+
+def answer(path: BucketPath, future: Any) -> Any:
+    """What a request has given, as soon as it is there."""
+    return _guarded(path, future.result)
+
+
+def _guarded(path: BucketPath, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except OSError:
+        raise
+    except Exception as error:  # tensorstore has ValueError for most
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise OSError(f"{path} cannot be read or written ({reason})") from error
+
+
 # Claims.
 
 
@@ -239,7 +254,7 @@ def as_claim(content: bytes | None) -> Claim | None:
 def refuse_without_conditions(path: BucketPath, nothing: bytes) -> None:
     """`OSError` where a store writes over an object that is there, though asked to write a new one only."""
     try:
-        path.put_if(claim(), nothing)
+        put_if(path, claim(), nothing)
     except FileExistsError:
         return
     raise OSError(
@@ -255,11 +270,11 @@ def sending(path: BucketPath, manifest: str, leaves_claim: bool) -> Generator[Se
     With `leaves_claim` the next run removes it: other processes may be sending yet. `FileExistsError` where there is
     something already.
     """
-    if path.names():
+    if names(path):
         raise FileExistsError(errno.EEXIST, "there is something already", str(path))
-    _, nothing = (path / manifest).get()
+    _, nothing = get(path / manifest)
     own = claim()
-    sent = Sending(path, path / manifest, (path / manifest).put_if(own, nothing))
+    sent = Sending(path, path / manifest, put_if(path / manifest, own, nothing))
     try:
         refuse_without_conditions(path / manifest, nothing)
         yield sent
@@ -281,7 +296,7 @@ class Sending:
 
     def commit(self, manifest: bytes) -> None:
         """From now on the checkpoint is there."""
-        self.manifest.put_if(manifest, self.generation)
+        put_if(self.manifest, manifest, self.generation)
         self.is_complete = True
 
 
@@ -291,13 +306,13 @@ def send(path: BucketPath, folder: Path, names: Iterable[str]) -> None:
 
     def wait_for_first() -> None:
         target, _, writing = in_flight.popleft()
-        target.answer(writing)
+        answer(target, writing)
 
     for name in names:
         content, target = (folder / name).read_bytes(), path / name
         while in_flight and sum(size for _, size, _ in in_flight) + len(content) > _MOST_IN_FLIGHT:
             wait_for_first()
-        in_flight.append((target, len(content), target.opened().write(target.key, content)))
+        in_flight.append((target, len(content), opened(target).write(target.key, content)))
     while in_flight:
         wait_for_first()
 
@@ -305,24 +320,24 @@ def send(path: BucketPath, folder: Path, names: Iterable[str]) -> None:
 def remove_all(path: BucketPath) -> None:
     """Remove all objects below, as far as the bucket answers."""
     with contextlib.suppress(OSError):
-        for name in path.names():
-            (path / name).remove()
+        for name in names(path):
+            delete(path / name)
 
 
 def remove(path: BucketPath, manifest: str, claimed: Claim | None = None) -> None:
     """Remove a checkpoint, or what is left of one: with `claimed` only where it still has this claim."""
     decides = path / manifest
-    content, generation = decides.get()
+    content, generation = get(decides)
     if content is None or (claimed is not None and as_claim(content) != claimed):
         return
     try:
-        claimed_now = decides.put_if(claim(), generation)
+        claimed_now = put_if(decides, claim(), generation)
     except FileExistsError:  # another process removes it, or has completed it
         return
-    for name in path.names():
+    for name in names(path):
         if name != manifest:
-            (path / name).remove()
-    decides.remove(claimed_now)
+            delete(path / name)
+    delete(decides, claimed_now)
 
 
 def remove_leftovers(directory: BucketPath, manifest: str, lost: str, abandoned: bool) -> None:
@@ -340,9 +355,9 @@ def remove_leftovers(directory: BucketPath, manifest: str, lost: str, abandoned:
 
 def manifests(directory: BucketPath, manifest: str) -> list[tuple[BucketPath, bytes | None]]:
     """What would be the folders of a directory on a disk, but hidden ones, and the content of the manifest of each."""
-    names = {name.partition("/")[0] for name in directory.names() if "/" in name}
-    folders = [directory / name for name in sorted(names) if not name.startswith(".")]
+    folder_names = {name.partition("/")[0] for name in names(directory) if "/" in name}
+    folders = [directory / name for name in sorted(folder_names) if not name.startswith(".")]
     # All at once: an answer takes long, and a run may keep a thousand checkpoints.
-    reading = [((folder / manifest).opened().read((folder / manifest).key), folder) for folder in folders]
-    answers = [(folder, folder.answer(future)) for future, folder in reading]
-    return [(folder, answer.value if answer.state == "value" else None) for folder, answer in answers]
+    reading = [(opened(folder / manifest).read((folder / manifest).key), folder) for folder in folders]
+    answers = [(folder, answer(folder, future)) for future, folder in reading]
+    return [(folder, found.value if found.state == "value" else None) for folder, found in answers]

@@ -203,32 +203,35 @@ class Arrays:
 
     @contextlib.contextmanager
     def led(self) -> Generator[None]:
-        """A block in which the first process commits. The others learn of its error, and do not wait for it."""
+        """A block in which the first process commits. The others learn of its error, and do not wait for it.
+
+        The unfinished folder is removed at its end.
+        """
         try:
             yield
         except BaseException as error:
-            if self.file_size is not None:  # of a bucket: nobody else has the temporary folder
-                with contextlib.suppress(Exception):
-                    self.wait()
-                shutil.rmtree(self.folder, ignore_errors=True)
+            with contextlib.suppress(Exception):
+                self.wait()  # orbax may write yet, and would make the folder again
             if self.meeting is not None:
                 with contextlib.suppress(OSError):
                     self._leave("path.json", {"error": _reason(error)})
             raise
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _leave(self, name: str, answer: dict[str, Any]) -> None:
         content = json.dumps(answer).encode()
         if self.meeting is None:
             files.replace(self.folder / name, content)
         else:
-            (self.meeting / name).put(content)
+            _bucket.put(self.meeting / name, content)
 
     def _ask(self, name: str, process_index: int) -> dict[str, Any]:
         """What a process has left, as soon as it is there."""
         end = time.monotonic() + 2 * _arrays.TIMEOUT
         while True:
             if self.meeting is not None:
-                content, _ = (self.meeting / name).get()
+                content, _ = _bucket.get(self.meeting / name)
             else:
                 path = self.folder / name
                 content = path.read_bytes() if path.exists() else None
@@ -245,7 +248,6 @@ def write(path: AnyPath, content: Content, arrays: Arrays) -> None:
     """Write a checkpoint, whole or not at all. `OSError` where it cannot be written."""
     complete = arrays.folder / _COMPLETE
     with contextlib.ExitStack() as block:
-        block.callback(shutil.rmtree, arrays.folder, ignore_errors=True)
         block.enter_context(_as_not_written(path))
         # The hashes of all shards. orbax has written them after this. In a bucket the checkpoint is claimed then.
         boxes: list[list[Any]] = []
@@ -409,12 +411,12 @@ def _check_files(path: Path, manifest: Manifest) -> None:
 
 
 def _check_objects(path: BucketPath, manifest: Manifest) -> None:
-    names = set(path.names())
+    names = set(_bucket.names(path))
     for name, (size, sha256) in manifest["files"].items():
         if name not in names:
             raise CheckpointError(f"{path} is damaged: {name}: there is no such object")
         if sha256:  # the size of an object without reading it is nothing that tensorstore tells
-            content = (path / name).get()[0] or b""
+            content = _bucket.get(path / name)[0] or b""
             if (len(content), hashlib.sha256(content).hexdigest()) != (size, sha256):
                 raise CheckpointError(f"{path} is damaged: {name} does not have the checksum it was saved with")
 
@@ -453,13 +455,13 @@ def newest_first(directory: AnyPath) -> tuple[list[tuple[AnyPath, Manifest]], di
 
 def exists(path: AnyPath) -> bool:
     """Whether there is something at a path. In a bucket, whether there is an object below."""
-    return os.path.lexists(path) if isinstance(path, Path) else bool(path.names())
+    return os.path.lexists(path) if isinstance(path, Path) else bool(_bucket.names(path))
 
 
 def is_gone(path: AnyPath) -> bool:
     """Whether another process has removed a checkpoint that was there, or removes it now."""
     return not exists(path) or (
-        isinstance(path, BucketPath) and _bucket.as_claim((path / MANIFEST).get()[0]) is not None
+        isinstance(path, BucketPath) and _bucket.as_claim(_bucket.get(path / MANIFEST)[0]) is not None
     )
 
 
@@ -499,7 +501,7 @@ def remove_leftovers(directory: AnyPath, abandoned: bool = True, lost: str = "")
     if isinstance(directory, BucketPath):
         remove_leftovers(_bucket.temporary_folder(), abandoned=False)
         _bucket.remove_leftovers(directory, MANIFEST, lost, abandoned)
-        for meeting in {name.partition("/")[0] for name in directory.names() if name.startswith(_UNFINISHED)}:
+        for meeting in {name.partition("/")[0] for name in _bucket.names(directory) if name.startswith(_UNFINISHED)}:
             owner = _OWNED.fullmatch(meeting)
             if owner and (process.has_ended(owner[1]) or owner[1] == lost):
                 _bucket.remove_all(directory / meeting)
@@ -520,7 +522,7 @@ def remove_leftovers(directory: AnyPath, abandoned: bool = True, lost: str = "")
 def check_writable(directory: AnyPath, caller: str) -> None:
     """`OSError` where a directory cannot be written or made. Nothing is written. `caller` begins the message."""
     if isinstance(directory, BucketPath):
-        directory.names()  # whether it can be written is known when the lock is taken, before the first step
+        _bucket.names(directory)  # whether it can be written is known when the lock is taken, before the first step
         return
     nearest = directory.absolute()  # of the directory and its parents, the first one that exists
     while not os.path.lexists(nearest):
@@ -614,7 +616,7 @@ def load(path: AnyPath) -> Manifest:
     `OSError` where a bucket does not answer: no checkpoint is passed over for that.
     """
     if isinstance(path, BucketPath):
-        return _of_object(path, (path / MANIFEST).get()[0])
+        return _of_object(path, _bucket.get(path / MANIFEST)[0])
     try:
         raw = files.read(path / MANIFEST, MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):

@@ -216,7 +216,7 @@ class BucketLock:
                 return
             _held.add(self._token)
             while self._generation is None:
-                content, generation = self._path.get()
+                content, generation = _bucket.get(self._path)
                 if content is not None:
                     tag, name = _who(content)
                     if tag == process.tag() and _token_of(content) in _held:
@@ -227,7 +227,7 @@ class BucketLock:
                         )
                     self.lost = "" if tag == process.tag() else tag
                 with contextlib.suppress(FileExistsError):  # another process was faster: look again
-                    self._generation = self._path.put_if(self._content(), generation)
+                    self._generation = _bucket.put_if(self._path, self._content(), generation)
                     if content is None:
                         _bucket.refuse_without_conditions(self._path, generation)
         self._ended = threading.Event()
@@ -242,7 +242,7 @@ class BucketLock:
                 with self._busy, contextlib.suppress(OSError):
                     generation, self._generation = self._generation, None
                     if generation is not None:
-                        self._path.remove(generation)
+                        _bucket.delete(self._path, generation)
         finally:
             _held.discard(self._token)
 
@@ -258,9 +258,9 @@ class BucketLock:
     def _write(self, generation: bytes) -> None:
         """Write the lock again, or notice that it was lost."""
         try:
-            self._generation = self._path.put_if(self._content(), generation)
+            self._generation = _bucket.put_if(self._path, self._content(), generation)
         except FileExistsError:
-            content, _ = self._path.get()
+            content, _ = _bucket.get(self._path)
             _, name = _who(content or b"")
             raise _taken(f"{self._directory} was taken over by {name} while this process was stopped") from None
 
@@ -272,7 +272,7 @@ class BucketLock:
         end = time.monotonic() + _STALE
         while time.monotonic() < end:
             time.sleep(_LOOK_EVERY)
-            content, now = self._path.get()
+            content, now = _bucket.get(self._path)
             if now != generation:
                 return content is None
         return True
@@ -318,7 +318,7 @@ class Records:
         place: Place | None = self.place
         if not new:
             return place
-        written, generation = path.get() if isinstance(path, BucketPath) else (None, b"")
+        written, generation = _bucket.get(path) if isinstance(path, BucketPath) else (None, b"")
         if isinstance(path, BucketPath):
             size = len(written or b"")
         elif os.path.lexists(path):
@@ -336,7 +336,7 @@ class Records:
             place = {"number": i, "at": size + len(lines), "sha256": hashlib.sha256(line).hexdigest()}
             lines += line
         if isinstance(path, BucketPath):
-            path.put_if((written or b"") + lines, generation)
+            _bucket.put_if(path, (written or b"") + lines, generation)
         else:
             files.append(path, bytes(lines))
             files.flush_to_disk(path)
@@ -381,7 +381,7 @@ class Records:
         path = self.directory / _files.RECORDS
         if isinstance(path, Path):
             return files.opened(path)
-        content, _ = path.get()
+        content, _ = _bucket.get(path)
         if content is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         return io.BytesIO(content)

@@ -71,7 +71,7 @@ def export(state: PyTree, path: str | os.PathLike[str]) -> None:
         if jax.process_index() == 0:
             content = save(arrays)
             if isinstance(target, BucketPath):
-                target.put(content)
+                _bucket.put(target, content)
             else:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 files.replace(target, content)
@@ -99,7 +99,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     from safetensors import deserialize  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
 
     if isinstance(source, BucketPath):
-        content, _ = source.get()
+        content, _ = _bucket.get(source)
         if content is None:
             raise FileNotFoundError(f"checkpoint.load: there is nothing at {source}")
     else:

@@ -66,7 +66,7 @@ _MOST_BYTES = 16 << 20  # of these batches on all devices together, except for o
 
 
 @on_own_mesh
-def order_of(rng: jax.Array | np.ndarray | None, size: int, count: int | None = None) -> Order:
+def order_of(rng: jax.Array | int | None, size: int, count: int | None = None) -> Order:
     """The order of each epoch: `permutation(fold_in(rng, epoch), size)`, or the stored one if there is no key.
 
     With `count`, in place of an order: so many numbers from 0 and below 1 for each example, float32 (size, count), by
@@ -74,9 +74,7 @@ def order_of(rng: jax.Array | np.ndarray | None, size: int, count: int | None = 
     """
     if rng is None:
         return lambda epoch: np.arange(size, dtype=np.int32)
-    if not isinstance(rng, jax.Array | np.ndarray):
-        raise TypeError(f"rng must be a random key, such as jax.random.key(0); got {type(rng).__name__}")
-    checks.random_key(rng, "data.batches")
+    rng = checks.random_key(rng, "data.batches")
     # The key goes through host memory, since it may be on other devices than the default one.
     impl = str(jax.random.key_impl(rng)) if is_prng_key(rng) else None
     key_data = np.asarray(rng if impl is None else jax.random.key_data(rng))
@@ -295,7 +293,7 @@ class BatchPlan:
 class BatchOptions(TypedDict, total=False):
     """The options of `data.batches` that data sets and arrays have. Its docstring explains them."""
 
-    rng: jax.Array | None
+    rng: jax.Array | int | None
     epochs: int | None
     start: int
     drop_remainder: bool
@@ -317,7 +315,7 @@ def plan_batches(
     batch_size: int,
     caller: str,
     *,
-    rng: jax.Array | None = None,
+    rng: jax.Array | int | None = None,
     epochs: int | None = 1,
     start: int = 0,
     drop_remainder: bool = True,

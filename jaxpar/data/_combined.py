@@ -67,7 +67,7 @@ class CombinedSource:
         self,
         batch_size: int,
         *,
-        rng: jax.Array | None = None,
+        rng: jax.Array | int | None = None,
         epochs: int | None = 1,
         start: int = 0,
         devices: Sequence[Device] | None = None,
@@ -86,7 +86,7 @@ class CombinedSource:
         for number, (name, source) in enumerate(self.sources.items()):
             with outside_mesh():
                 # With one key, two data sets of one length would have one order: example i always beside example i.
-                own_rng = None if rng is None else jax.random.fold_in(rng, number)
+                own_rng = None if rng is None else jax.random.fold_in(checks.random_key(rng, _CALLER), number)
             options = batch_options(source, devices, sharding, virtual_shards)
             streams.append(iter(source.batches(sizes[name], rng=own_rng, epochs=None, start=start, **options)))
         end = None

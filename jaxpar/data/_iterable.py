@@ -119,7 +119,7 @@ class IterableSource:
         self,
         batch_size: int,
         *,
-        rng: jax.Array | None = None,
+        rng: jax.Array | int | None = None,
         epochs: int | None = 1,
         start: int = 0,
         devices: Sequence[Device] | None = None,
@@ -512,7 +512,7 @@ def _lengths(batch: PyTree, share: int, at: int, first: dict[str, int]) -> dict[
         expected = f"{share} examples in its longest array"
         hint = "give batch_size= the length of the longest array, and each array a first axis"
     else:
-        expected = f"{share} examples in each array"
+        expected = f"{share} examples in each array, as batch_size= says (32 without it)"
         hint = (
             "give batch_size= their size, or drop an incomplete last one (drop_last=True); if an element is one "
             "example, give batched=False"

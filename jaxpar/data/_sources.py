@@ -118,7 +118,7 @@ class Dataset:
         self,
         batch_size: int,
         *,
-        rng: jax.Array | None = None,
+        rng: jax.Array | int | None = None,
         epochs: int | None = 1,
         drop_remainder: bool = True,
         devices: Sequence[Device] | None = None,
@@ -216,7 +216,7 @@ def batches(
     dataset: Any,
     batch_size: int | None = None,
     *,
-    rng: jax.Array | None = None,
+    rng: jax.Array | int | None = None,
     epochs: int | None = 1,
     drop_remainder: bool = True,
     devices: Sequence[Device] | None = None,
@@ -238,8 +238,8 @@ def batches(
             loader. A loader keeps its own order.
         batch_size: examples per batch, over all devices together: a multiple of the number of devices. None: the size
             of the given batches, or else 32.
-        rng: a random key. Epoch e is permuted by `fold_in(rng, e)`, equally on any number of devices. None: the stored
-            order in each epoch.
+        rng: a random key, or an int that makes one. Epoch e is permuted by `fold_in(rng, e)`, equally on any number of
+            devices. None: the stored order in each epoch.
         epochs: how many passes over the data set. None: without end.
         drop_remainder: drop a last batch of fewer than `batch_size` examples. Only data sets and arrays take False.
         devices: the devices that share the batches along axis 0, `NamedSharding(Mesh(devices, (axis_name,)),
@@ -260,8 +260,8 @@ def batches(
         the data. If the number of devices does not divide V, an iterator of `PaddedBatch`es.
 
     Raises:
-        TypeError: a size is not an int; `rng` is not a random key; `sharding` is not a sharding; `dataset` is not data,
-            or does not have a given option.
+        TypeError: a size is not an int; `rng` is no random key and no int; `sharding` is not a sharding; `dataset` is
+            not data, or does not have a given option.
         ValueError: the devices cannot share a batch evenly; the data set has fewer examples than a batch; both
             `devices` and `sharding` are given; `sharding` splits more axes than the first.
 
@@ -292,6 +292,8 @@ def batches(
             source = dataclasses.replace(source, dtype=dtype)
         else:
             asked["dtype"] = dtype
+    if rng is not None:  # a source of the user's own gets a key
+        rng = checks.random_key(rng, "data.batches")
     return source.batches(batch_size, rng=rng, epochs=epochs, start=start, devices=devices, **asked)
 
 
@@ -485,7 +487,7 @@ class ArraySource(_OfArrays):
         self,
         batch_size: int,
         *,
-        rng: jax.Array | None = None,
+        rng: jax.Array | int | None = None,
         epochs: int | None = 1,
         drop_remainder: bool = True,
         devices: Sequence[Device] | None = None,

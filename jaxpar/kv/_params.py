@@ -150,6 +150,11 @@ def from_params(
         except jax.errors.UnexpectedTracerError:  # a `TypeError` with advice of its own
             raise
         except TypeError as error:
+            if hasattr(params, "init") and hasattr(params, "apply"):  # Flax Linen and Haiku
+                raise TypeError(
+                    f"kv.from_params: expected params, got a {type(params).__name__}, which makes them: give what "
+                    'model.init(jax.random.key(0), x) returns, of Linen its ["params"], and call model.apply in loss_fn'
+                ) from None
             raise TypeError(f"{error}; params are arrays alone, and train.start takes whole modules too") from None
     frozen_keys = _frozen_keys(frozen, params, names, values)
     _check_trained(untrained, names, frozen_keys)

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast, overload
 
@@ -35,6 +33,7 @@ from .._core.arguments import no_such_arguments
 from .._core.arrays import Device, PyTree, is_tracing
 from .._core.checks import Key, Keys
 from .._core.recent import Recent
+from .._core.text import warn
 from .._core.transfers import allows_transfers
 from .._devices import mesh, processes
 from .._devices.mesh import assemble, copies_on, put, spans_processes, split_over, to_host
@@ -264,15 +263,9 @@ def _apply_of(store: KVStore, axis_name: str | None, caller: str) -> queue.Apply
         processes.refuse_elastic(f"{caller}: kind {store.kind!r}")
         return _apply_over_processes
     if axis_name is None and axes and not kind.on_one_device:  # it is allowed, but rarely meant
-        # `push` is called through decorators, and by `pushpull`. So the line of the user is in the first frame that is
-        # not of jaxpar.
-        level, frame = 1, sys._getframe()
-        while frame is not None and frame.f_globals.get("__name__", "").startswith("jaxpar."):
-            level, frame = level + 1, frame.f_back
-        warnings.warn(
+        warn(
             f"{caller}: inside a pmap or shard_map over {', '.join(map(repr, axes))}, without axis_name, nothing is "
-            f"summed over the devices; give axis_name={axes[0]!r}, or use kind='local' for a separate store on each",
-            stacklevel=level,
+            f"summed over the devices; give axis_name={axes[0]!r}, or use kind='local' for a separate store on each"
         )
     return functools.partial(aggregate.push, axis_name=axis_name)
 

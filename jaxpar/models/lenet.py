@@ -30,11 +30,11 @@ _SHAPES = {
 
 
 @allows_transfers
-def init(rng: jax.Array) -> Params:
+def init(rng: jax.Array | int) -> Params:
     """The 129,068 parameters, float32. Weights are drawn from N(0, 0.01²), biases are 0.
 
     Args:
-        rng: a random key.
+        rng: a random key, or an int that makes one.
 
     Returns:
         `{layer: {"weight", "bias"}}` for conv1 (3, 3, 1, 20), conv2 (5, 5, 20, 50), dense1 (800, 128) and dense2 (128,

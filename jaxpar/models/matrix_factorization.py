@@ -9,11 +9,11 @@ _WHERE = "matrix_factorization"
 
 
 @allows_transfers
-def init(rng: jax.Array, users: int, items: int, k: int) -> dict[str, jax.Array]:
+def init(rng: jax.Array | int, users: int, items: int, k: int) -> dict[str, jax.Array]:
     """Two embedding tables drawn from N(0, 1/k), float32.
 
     Args:
-        rng: a random key.
+        rng: a random key, or an int that makes one.
         users, items: the number of users and of items.
         k: the length of an embedding.
 

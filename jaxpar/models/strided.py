@@ -32,14 +32,14 @@ _SHAPES = {
 
 
 @allows_transfers
-def init(rng: jax.Array) -> Params:
+def init(rng: jax.Array | int) -> Params:
     """The 109,514 parameters, float32. Biases are 0, weights are drawn from N(0, 2/fan-in) (He et al. 2015).
 
     The weights of conv1 are the 16 cosines of the two-dimensional discrete cosine transform, each with both signs, so
     that ReLU loses no information. Each is multiplied by its frequency, which acts like whitening of the data.
 
     Args:
-        rng: a random key.
+        rng: a random key, or an int that makes one.
 
     Returns:
         `{layer: {"weight", "bias"}}` for conv1 (4, 4, 1, 32), conv2 (2, 2, 32, 64), dense1 (3136, 32) and

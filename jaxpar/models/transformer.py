@@ -66,13 +66,13 @@ class Config:
 
 
 @allows_transfers
-def init(rng: jax.Array, config: Config = Config()) -> Params:
+def init(rng: jax.Array | int, config: Config = Config()) -> Params:
     """The parameters, float32. Kernels and embeddings are drawn from N(0, 0.02²), biases are 0.
 
     The last kernel of each residual branch has the standard deviation 0.02 / √(2 layers), as in GPT-2.
 
     Args:
-        rng: a random key.
+        rng: a random key, or an int that makes one.
         config: the sizes.
 
     Returns:
@@ -92,7 +92,7 @@ def init(rng: jax.Array, config: Config = Config()) -> Params:
     L, D, N = config.layers, config.width, config.heads
     if D % N:
         raise ValueError(f"transformer.init: width {D} cannot be divided by {N} heads; change one of them")
-    draw = _normals(rng)
+    draw = _normals(checks.random_key(rng, "transformer.init"))
     attention = {
         "norm": _norm_params(L, D),
         "qkv": {"kernel": draw(L, D, 3, N, D // N), "bias": jnp.zeros((L, 3, N, D // N))},

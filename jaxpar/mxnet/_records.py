@@ -19,7 +19,6 @@ import os
 import re
 import struct
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, Unpack, overload
@@ -33,6 +32,7 @@ from .. import data
 from .._core import checks, files
 from .._core.arguments import no_such_arguments
 from .._core.files import CheckpointError
+from .._core.text import warn
 
 _MAGIC = 0xCED7230A
 _WHOLE, _FIRST, _MIDDLE, _LAST = range(4)  # kinds of parts
@@ -356,7 +356,7 @@ def image_record_source(
             if numbers:
                 shown = ", ".join(map(str, numbers[:10])) + ", ..." * (len(numbers) > 10)
                 text = f"{_WHERE}: {len(numbers)} of {len(records)} records of {records.path} {what}: {shown}"
-                warnings.warn(text, stacklevel=3)
+                warn(text)
     images = _Column("image", tuple(sizes) if channels_first else (*sizes[1:], channels), rows, form)
     labels = _Column("label", (width,) if width > 1 else (), rows, form)
     return ImageRecordSource({"image": images, "label": labels}, jnp.float32, batch_size, shuffle, skipped)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from .. import kv
 from .._core import checks, host
 from .._core.arrays import Device, PyTree
 from .._core.process import keep_freed_memory
+from .._core.text import warn
 from .._core.transfers import allows_transfers
 from .._devices.mesh import copies_on, put_copy
 from .._devices.user_mesh import in_user_mesh
@@ -60,7 +60,7 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
             "Python process (or the kernel) and call this first"
         ) from None
     if keep_memory and not keep_freed_memory():
-        warnings.warn("use_cpu_devices: keep_memory needs the GNU C library; nothing is kept", RuntimeWarning, 2)
+        warn("use_cpu_devices: keep_memory needs the GNU C library; nothing is kept", RuntimeWarning)
 
 
 @allows_transfers

@@ -636,7 +636,7 @@ def test_a_run_that_fails_in_an_epoch_goes_on_as_if_it_had_not(tmp_path, capsys,
 
 
 def test_resume_false_and_true_and_other_batches(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"resume=True, but .* holds no checkpoint"):
+    with pytest.raises(FileNotFoundError, match=r"resume=True, but .* holds no checkpoint; give the checkpoint_dir"):
         run(make(), tmp_path, resume=True)
     run(make(), tmp_path, epochs=1)
     with pytest.raises(ValueError, match="batches of 16 out of 64 examples, but this run has 32 out of 64"):

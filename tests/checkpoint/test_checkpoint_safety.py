@@ -21,7 +21,7 @@ from world import points, run_on, same
 
 from jaxpar import checkpoint, kv, train
 from jaxpar._core import files
-from jaxpar.checkpoint import _files
+from jaxpar.checkpoint import _files, _run
 from jaxpar.train._fit.saved import RunInfo, has_good_info
 
 LIKE = {"w": jnp.zeros(3), "n": np.int32(0)}
@@ -156,6 +156,58 @@ def test_a_save_by_hand_removes_what_one_that_was_killed_left(tmp_path):
     os.utime(stays, (0, 0))  # nobody has the lock of this directory, so what is old may be anybody's
     checkpoint.save(tmp_path / "step_00000006", LIKE)
     assert (gone.exists(), stays.exists()) == (False, True)
+
+
+# What a save does before, while and after orbax writes. Each may fail: a full disk, a share that is gone, Ctrl-C.
+MOMENTS = {
+    "the list of checkpoints": (_files, "newest_first"),
+    "the records": (_run.Records, "append"),
+    "the hashes": (_files.Arrays, "hashes"),
+    "the sizes": (_files, "_fingerprints"),
+    "the last flush": (_files, "_flush_all"),
+}
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "no space"), KeyboardInterrupt()], ids=["disk", "Ctrl-C"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch, moment, error):
+    manager = checkpoint.Manager(tmp_path)
+    state = {"w": jnp.ones(1 << 20)}  # long enough that orbax still writes
+
+    def fail(*arguments, **options):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*MOMENTS[moment], fail)
+        with pytest.raises(type(error)):
+            manager._save(state, {}, records=[{"epoch": 1, "step": 1}]) or manager.wait()
+        if moment != "the records":
+            with pytest.raises(type(error)):
+                checkpoint.save(tmp_path / "by_hand", state)
+    assert {path.name for path in tmp_path.iterdir()} <= {".writer", "records.jsonl"}
+    manager.save(state)
+    manager.close()
+    assert checkpoint.latest(tmp_path).name == "save_00000001"
+
+
+KILLED = """
+import os, signal, sys
+import jax.numpy as jnp
+from jaxpar import checkpoint
+from jaxpar.checkpoint import _files
+_files.newest_first = lambda directory: os.kill(os.getpid(), signal.SIGKILL)
+checkpoint.Manager(sys.argv[1])._save({"w": jnp.ones(1 << 20)}, {})
+"""
+
+
+def test_what_a_save_that_was_killed_before_its_first_file_left_goes_with_the_next(tmp_path):
+    python("-c", KILLED, tmp_path, expect=-9)
+    assert any(name.startswith(".unfinished-") for name in os.listdir(tmp_path))
+    assert checkpoint.latest(tmp_path) is None
+    manager = checkpoint.Manager(tmp_path)
+    manager.save(LIKE)
+    manager.close()
+    assert os.listdir(tmp_path) == ["save_00000001"]
 
 
 def test_a_checkpoint_that_is_rotated_away_while_it_is_read(tmp_path, monkeypatch, capsys):

@@ -384,6 +384,9 @@ def test_paths(server, folder):
     path = _bucket.parse(f"{scheme}://name//a/b/", "f: x")
     assert str(path) == f"{scheme}://name/a/b"
     assert str(path.parent.parent) == f"{scheme}://name"
+    assert repr(path) == f"BucketPath('{scheme}://name/a/b')"
+    shown = {name for name in dir(path) if not name.startswith("_")}  # by Tab: parts of a path, and no requests
+    assert shown == {"bucket", "key", "name", "parent"}
     assert _bucket.parse(f"{scheme}:/name/a/b", "f: x") == path == _bucket.parse(path, "f: x")  # as pathlib has it
     for wrong in (f"{scheme}://", f"{scheme}://name/../x", f"{scheme}://name/$JOB"):
         with pytest.raises(ValueError, match="f: x is"):

@@ -1,5 +1,6 @@
 """Batches: what is in them, in which order, where they lie, and what they cost."""
 
+import functools
 import gc
 import itertools
 import logging
@@ -7,11 +8,13 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jaxpar import data
+from jaxpar import data, kv, models, train
+from jaxpar._core.arrays import is_prng_key
 from jaxpar.data import Dataset, _batches, batches
 
 
@@ -56,6 +59,34 @@ def test_each_epoch_is_the_permutation_of_fold_in(impl):
 @pytest.mark.slow
 def test_raw_and_typed_keys_give_the_same_batches():
     same(batches(make(), 8, rng=jax.random.PRNGKey(5)), batches(make(), 8, rng=jax.random.key(5)))
+
+
+TABLE = {"x": np.arange(40)}
+MODELS = {
+    **{"lenet": (), "strided": (), "matrix_factorization": (3, 4, 2)},
+    "transformer": (models.transformer.Config(1, 4, 2, 8, 5),),
+}
+TAKE_A_SEED = {
+    "data.batches": lambda rng: [*data.batches(TABLE, 8, rng=rng)],
+    "Dataset.batches": lambda rng: [*make(40).batches(8, rng=rng)],
+    "from_arrays": lambda rng: [*data.from_arrays(TABLE).batches(8, rng=rng)],
+    "combine": lambda rng: [*data.combine((TABLE, TABLE)).batches(8, rng=rng)],
+    "split": lambda rng: data.split(TABLE, 0.5, rng)[0].arrays,
+    "create_state": lambda rng: train.create_state(kv.from_params({"w": np.zeros(2)}), rng).rng,
+    "start": lambda rng: train.start({"w": np.zeros(2)}, optax.sgd(0.1), lambda p, b: p["w"].sum(), rng=rng)[0].rng,
+    **{
+        name: functools.partial(lambda name, rng: getattr(models, name).init(rng, *MODELS[name]), name)
+        for name in MODELS
+    },
+}
+
+
+@pytest.mark.parametrize("of", TAKE_A_SEED)
+def test_an_int_is_the_key_of_that_seed_wherever_rng_is_asked_for(of):
+    by_int, by_key, other = (jax.tree.leaves(TAKE_A_SEED[of](rng)) for rng in (5, jax.random.key(5), 6))
+    for x, y in zip(by_int, by_key, strict=True):
+        np.testing.assert_array_equal(*(jax.random.key_data(z) if is_prng_key(z) else z for z in (x, y)))
+    assert any(not np.array_equal(x, y) for x, y in zip(by_int, other, strict=True))
 
 
 @pytest.mark.sampled(1)

@@ -21,6 +21,7 @@ X, Y = np.zeros((48, 4), np.float32), np.arange(48)
 LOADER = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 48, 8)]
 BATCHES = [{"x": np.full(4, i, np.float32)} for i in range(10)]
 UNEVEN = {"x": np.zeros((64, 3)), "y": np.zeros(16)}
+DRAWS = np.random.default_rng(0)
 TOO_LARGE = np.array([0, 2**32] * 4)
 SPEC = jax.sharding.PartitionSpec("data")
 
@@ -88,7 +89,7 @@ REFUSED = {
     "no devices": (V, lambda: data.batches(images(40), 8, devices=[]), ["devices", "different devices"]),
     "a start before the first batch": (V, lambda: data.batches(images(40), 8, start=-1), ["start", "got -1"]),
     "epochs below 0": (V, lambda: data.batches(images(40), 8, epochs=-1), ["epochs", "got -1"]),
-    "a seed for a key": (T, lambda: data.batches(images(40), 8, rng=0), ["rng", "jax.random.key(0)", "int"]),
+    "a generator for a key": (T, lambda: images(40).batches(8, rng=DRAWS), ["rng", "jax.random.key(0)", "Generator"]),
     "a spec without a mesh": (T, lambda: data.batches(images(4), 4, sharding=SPEC), ["sharding", "jax.set_mesh"]),
     "a spec without a mesh for prefetch": (T, lambda: data.prefetch([X], SPEC), ["data.prefetch", "jax.set_mesh"]),
     # Arrays.

@@ -1,6 +1,8 @@
 """The small functions of `jaxpar/_core`: what they give, in the plainest cases."""
 
-from jaxpar._core import functions, text
+import pytest
+
+from jaxpar._core import checks, functions, text
 
 
 def test_parameters_of_a_function():
@@ -15,3 +17,16 @@ def test_words():
     assert text.for_terminal("runs/\x1b[2J\u202e") == "runs/\\x1b[2J\\u202e"
     patterns = {"conv1": True, "*/bias": True, "teacher/conv1": True, "conv": False}
     assert {pattern: text.matches("teacher/conv1/bias", pattern) for pattern in patterns} == patterns
+
+
+def test_what_is_no_array_is_told_in_one_line():
+    class Module:
+        def __repr__(self):
+            return "Module(\n" + "    a long line of attributes\n" * 50 + ")"
+
+        dtype = None
+
+    with pytest.raises(TypeError) as caught:
+        checks.array(Module(), "kv.from_params: leaf 'x'")
+    assert len(str(caught.value)) < 400
+    assert "\n" not in str(caught.value)

@@ -115,6 +115,19 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     gc.collect()
 
 
+def test_a_page_that_counts_on_several_devices_makes_them():
+    """The tests have eight. On a reader's laptop JAX has one, and the page would print other numbers, or fail."""
+    counts_on_several = re.compile(r"len\(jax\.devices\(\)\)|jax\.devices\(\)\[(?!:1\])")
+    without = []
+    for page in PAGES:
+        makes_them = False
+        for block in blocks(page):
+            makes_them |= "use_cpu_devices(" in block.text
+            if counts_on_several.search(block.text) and not makes_them and not block.excuse:
+                without.append(f"{name(page)}:{block.line}")
+    assert not without
+
+
 def test_what_counts_as_a_block(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(

@@ -5,6 +5,7 @@ JAX_NUM_CPU_DEVICES=4 PYTHONPATH=.:tests python tests/house/test_mistakes.py
 Other wrong calls may end in the words of Python or JAX, if nothing is lost, wrong or hung.
 """
 
+import dataclasses
 import functools
 import operator
 import tempfile
@@ -27,6 +28,8 @@ TX = optax.sgd(0.1)
 BATCH = {"image": np.ones((8, 4), np.float32), "label": np.zeros(8, np.int32)}
 ARRAYS = data.Dataset(BATCH["image"], BATCH["label"])
 STORE = kv.init(kv.create("device"), 3, jnp.zeros(2))
+Dense = dataclasses.make_dataclass("Dense", ["init", "apply"])
+LINEN = Dense(lambda rng, x: PARAMS, apply)  # as a module of Linen or what `hk.transform` gives
 FIT = {"epochs": 1, "batch_size": 8, "progress": False}
 evaluate = functools.partial(train.evaluate, batch_size=8)
 
@@ -296,6 +299,12 @@ MISTAKES = {
             ["expected an array", "params are arrays alone", "train.start takes whole modules"],
             "A store takes params. `train.start` takes [a whole module](your_model.md) too.",
         ),
+        "a Linen module for params": (
+            T,
+            lambda: train.start(LINEN, TX, LOSS),
+            ["expected params, got a Dense", "model.init(jax.random.key(0), x)", "model.apply"],
+            '`model.init(jax.random.key(0), x)["params"]`. A module of NNX or Equinox is taken as it is.',
+        ),
         "masks of the trained part": (
             V,
             lambda: kv.from_params(PAIR, optimizer=optax.masked(optax.sgd(0.1), {"a": True}), frozen="b"),
@@ -504,6 +513,13 @@ MISTAKES = {
             ["class_weight", "return ((w * losses).sum(), w.sum())"],
             "Weigh in the loss function.",
         ),
+        "Keras's metrics": (
+            T,
+            lambda: fit(metrics=["accuracy"]),
+            ["'metrics'; return them beside the loss", "eval_fn="],
+            "`return loss, {'accuracy': accuracy}` in `loss_fn`, and `eval_fn=` for scores of other data.",
+        ),
+        "Lightning's max_epochs": (T, lambda: fit(max_epochs=1), ["'max_epochs'; write epochs="], "`epochs=5`"),
         "Keras's verbose": (T, lambda: fit(verbose=1), ["'verbose'; write progress="], "`progress=False`"),
     },
     "Data": {

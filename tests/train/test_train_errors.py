@@ -285,9 +285,28 @@ REFUSED = {
     "a column of labels": (
         V,
         lambda: train.accuracy(jnp.ones((4, 3)), jnp.ones((4, 1), int)),
-        ["accuracy", "(n, ..., classes)", "(n, ...)", "(4, 3)", "(4, 1)"],
+        ["accuracy", "(n, ..., classes)", "(n, ...)", "(4, 3)", "(4, 1)", "labels[..., 0]"],
     ),
-    "floating labels": (T, lambda: train.cross_entropy(jnp.ones((4, 3)), jnp.ones(4)), ["cross_entropy", "float32[4]"]),
+    "floating labels": (
+        T,
+        lambda: train.cross_entropy(jnp.ones((4, 3)), jnp.ones(4)),
+        ["cross_entropy", "float32[4]", "labels.astype(int)"],
+    ),
+    "one-hot labels": (
+        T,
+        lambda: train.cross_entropy(jnp.ones((4, 3)), jnp.ones((4, 3))),
+        ["cross_entropy", "float32[4,3]", "labels.argmax(-1)"],
+    ),
+    "one-hot labels of integers": (
+        V,
+        lambda: train.accuracy(jnp.ones((4, 3)), jnp.ones((4, 3), int)),
+        ["accuracy", "(4, 3)", "labels.argmax(-1)"],
+    ),
+    "one logit an example": (
+        V,
+        lambda: train.accuracy(jnp.ones(4), jnp.ones(4, int)),
+        ["accuracy", "(4,)", "(logits > 0) == labels"],
+    ),
 }
 
 
@@ -296,3 +315,58 @@ def test_what_is_refused(case):
     error, call, content = REFUSED[case]
     with pytest.raises(error, match=".*".join(map(re.escape, content))):
         call()
+
+
+PAIRS = [(np.ones((8, 4), np.float32), np.ones(8, np.float32))] * 2
+
+
+def by_pair(params, batch):
+    x, y = batch
+    return ((x @ params["w"] - y) ** 2).mean()
+
+
+LOSSES = {
+    "a pair": by_pair,
+    "an index": lambda params, batch: (batch[0] @ params["w"]).mean(),
+    "another name": lambda params, batch: (batch["x"] @ params["w"]).mean(),
+    "a field": lambda params, batch: (batch.x @ params["w"]).mean(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_for_pairs_is_told_what_a_batch_of_a_loader_is(loss):
+    state, step = train.start({"w": np.zeros(4, np.float32)}, optax.sgd(0.1), LOSSES[loss])
+    with pytest.raises((TypeError, KeyError, AttributeError)) as caught:
+        train.fit(state, step, PAIRS, epochs=1, progress=False)
+    (note,) = [note for note in caught.value.__notes__ if 'a dict with "image" and "label"' in note]  # JAX has others
+    assert 'names=("x", "y")' in note
+
+
+def test_a_loader_without_a_size_is_told_which_one_was_taken():
+    class Loader:
+        def __len__(self):
+            return 2
+
+        def __iter__(self):
+            return iter(PAIRS)
+
+    state, step = train.start({"w": np.zeros(4, np.float32)}, optax.sgd(0.1), by_pair)
+    with pytest.raises(
+        ValueError, match=r"32 examples in each array, as batch_size= says \(32 without it\), got 'image'"
+    ):
+        train.fit(state, step, Loader(), epochs=1, progress=False)
+
+
+@pytest.mark.parametrize("label", [-1, -100, 3])
+def test_a_label_that_is_no_class_has_no_loss(label):
+    """-1 is the last class in NumPy and JAX, and a row of zeros in a one-hot array."""
+    logits, labels = jnp.zeros((4, 3)), jnp.array([0, 1, label, 2])
+    batch = {"image": np.zeros((4, 2), np.float32), "label": labels}
+    for smoothing in (0.0, 0.1):
+        loss, _ = train.classification_loss(lambda params, images: logits, smoothing)((), batch, None)
+        assert np.isnan(loss)
+    assert np.isnan(train.cross_entropy(logits, labels)).tolist() == [False, False, True, False]
+    mask = labels == batch["label"].clip(0, 2)
+    total, gradient = jax.value_and_grad(lambda logits: train.cross_entropy(logits, labels, mask).total.sum())(logits)
+    assert np.isclose(total, 3 * np.log(3))
+    assert np.isfinite(gradient).all()

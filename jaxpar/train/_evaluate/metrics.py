@@ -72,7 +72,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None =
 
     Returns:
         float32 (n,), the mean over the labels of each example. With a mask, the score is the mean over all labels that
-        count.
+        count. A label that is no class, such as -1 for "none", gives NaN unless the mask leaves it out.
 
     Example:
         >>> round(float(cross_entropy(jnp.zeros((1, 4)), jnp.array([2]))[0]), 3)
@@ -158,12 +158,23 @@ def per_class_accuracy(logits: jax.Array, labels: jax.Array) -> Mean:
 
 def _check_labels(logits: jax.Array, labels: jax.Array, caller: str) -> None:
     """Errors unless there is one integer label for each row of logits."""
-    if not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
-        raise TypeError(f"{caller}: labels must be integers, got {checks.describe(labels)}")
-    if jnp.ndim(logits) < 2 or jnp.shape(logits)[:-1] != jnp.shape(labels):
+    shape, of_labels = jnp.shape(logits), jnp.shape(labels)
+    is_integer = jnp.issubdtype(jnp.result_type(labels), jnp.integer)
+    hint = ""
+    if len(shape) > 1 and of_labels == shape:
+        hint = "; turn one-hot labels into integers by labels.argmax(-1)"
+    elif len(shape) > 1 and of_labels == (*shape[:-1], 1):
+        hint = "; drop the axis of length 1 by labels[..., 0]"
+    elif len(shape) == 1:
+        hint = "; of one logit an example the classes are 0 and 1, write (logits > 0) == labels"
+    elif not is_integer:
+        hint = "; make floating class numbers integers by labels.astype(int)"
+    if not is_integer:
+        raise TypeError(f"{caller}: labels must be integers, got {checks.describe(labels)}{hint}")
+    if len(shape) < 2 or shape[:-1] != of_labels:
         raise ValueError(
-            f"{caller}: expected logits (n, ..., classes) and labels (n, ...), got logits {jnp.shape(logits)} and "
-            f"labels {jnp.shape(labels)}"
+            f"{caller}: expected logits (n, ..., classes) and labels (n, ...), got logits {shape} and labels "
+            f"{of_labels}{hint}"
         )
 
 
@@ -171,7 +182,8 @@ def _nats(logits: jax.Array, labels: jax.Array, caller: str) -> jax.Array:
     from optax import losses
 
     _check_labels(logits, labels, caller)
-    return losses.softmax_cross_entropy_with_integer_labels(widen(logits), labels)
+    nats = losses.softmax_cross_entropy_with_integer_labels(widen(logits), labels)  # NaN for a label that is too large
+    return jnp.where(labels < 0, jnp.nan, nats)  # -1 would be the last class
 
 
 def _mean(values: jax.Array, mask: jax.Array | None, caller: str) -> jax.Array | Mean:

@@ -36,6 +36,11 @@ _HINTS = {
     **dict.fromkeys(("class_weight", "sample_weight"), _WEIGHTS),
     **dict.fromkeys(("optimizer", "learning_rate", "lr", "tx"), IN_STORE),
     **dict.fromkeys(("loss", "loss_fn", "grad_transform"), "give it to train.start or train.make_train_step"),
+    **dict.fromkeys(
+        ("metrics", "metric"),
+        "return them beside the loss: return loss, {'accuracy': accuracy}; for test data eval_fn=",
+    ),
+    **dict.fromkeys(("num_epochs", "n_epochs", "max_epochs"), "write epochs="),
     "shuffle": "fit shuffles by state.rng; data.from_iterable(batches) keeps the order of the batches",
     "verbose": "write progress=True or progress=False",
     "devices": "give them to train.start or train.create_state",

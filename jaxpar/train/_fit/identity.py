@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ... import kv
@@ -35,7 +36,16 @@ def describe(run: Run, state: TrainState) -> dict[str, Any]:
         of_device = step.device_step
         names = [field.name for field in dataclasses.fields(of_device) if field.name != "loss_fn"]
         options = {name: getattr(of_device, name) for name in names}
-        for name in ("record", "row_sparse"):  # as a step was described before it had this option
+        # What computes the same is described alike, however the user has written it: in which order, by which pattern
+        # of names, as a type or its name.
+        options["record"] = tuple(sorted(of_device.record))
+        options["row_sparse"] = tuple(sorted(of_device.tables(state.store).values()))
+        if of_device.compute_dtype is not None:
+            dtype = jnp.dtype(of_device.compute_dtype).name
+            options["compute_dtype"] = getattr(jnp, dtype, dtype)
+        # Of the store, what decides how gradients are summed.
+        options |= {"compressor": state.store.compressor, "staleness": state.store.staleness}
+        for name in ("record", "row_sparse", "compressor", "staleness"):  # as before it was described
             if not options[name]:
                 del options[name]
     # The rules say what an optimizer computes, whatever its functions are called. Where one cannot be traced, its code

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import math
 import time
-import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import jax
 
 from ... import checkpoint, data, distributed
 from ..._core import files
-from ..._core.text import say_news
+from ..._core.text import say_news, warn
 from ..._devices import mesh, processes, user_mesh
 from .._callbacks.callbacks import CallbackState
 from .._callbacks.history import History, Record, line
@@ -382,12 +381,11 @@ class Training:
                             raise
                 if not (is_skipped or self.has_warned or math.isfinite(metrics.get("loss", 0.0))):
                     self.has_warned = True
-                    warnings.warn(
+                    warn(
                         f"fit: the loss of step {step} (the first is 1) is {metrics['loss']}. The update was made, "
                         "the training continues, and new checkpoints replace earlier ones. Look at that batch, its "
                         "labels and the learning rate. make_train_step(loss_fn, nonfinite='skip') leaves out such "
-                        "updates, and nonfinite='stop' ends the training before the first one",
-                        stacklevel=2,
+                        "updates, and nonfinite='stop' ends the training before the first one"
                     )
 
                 # Count the step, show it, and call what wants each step. One that was skipped has no metrics in the

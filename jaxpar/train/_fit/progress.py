@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from ..._core import checks, files, process
-from ..._core.text import in_notebook
+from ..._core.text import in_notebook, warn
 from ..._devices.mesh import is_donated
 from .._callbacks.history import number_text
 from .._step.loss import by_name
@@ -72,10 +72,9 @@ class Epoch:
             arrays = {k: np.shape(v)[ndim:] for k, v in metrics.items() if np.ndim(v) != ndim}
             if arrays:
                 shapes = ", ".join(f"{k!r} of shape {shape}" for k, shape in arrays.items())
-                warnings.warn(
+                warn(
                     f"fit: the history keeps only numbers, but aux of loss_fn has {shapes}; return a mean or another "
-                    "number",
-                    stacklevel=2,
+                    "number"
                 )
             # All of them are copied at once: on a GPU each copy is waited for.
             numbers = jax.device_get({k: v for k, v in metrics.items() if k not in arrays})

@@ -126,7 +126,10 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
             run.callbacks.before_resume(manager.directory)
         saved = manager._restore(lambda: template(state, run.step), has_good_info)
     if saved is None and run.resume is True:
-        raise FileNotFoundError(f"fit: resume=True, but {run.checkpoint_dir} holds no checkpoint")
+        raise FileNotFoundError(
+            f"fit: resume=True, but {run.checkpoint_dir} holds no checkpoint; give the checkpoint_dir of the run, or "
+            "leave out resume= to begin a new one"
+        )
 
     # The run of the given state, which a call of `fit` that failed may have donated: then a checkpoint is the only way.
     given_step = None if mesh.is_donated(state) else int(state.step)

@@ -173,7 +173,16 @@ def run_loss(
     """What a loss function gives for (params, batch, rng) or those and a model state: (loss, aux, new model state)."""
     has_state = len(arguments) == 4
     arguments = arguments[: check_loss_takes(loss_fn, has_state)]
-    result = loss_fn(*arguments, **({"step": step} if has_parameter(loss_fn, "step") else {}))
+    try:
+        result = loss_fn(*arguments, **({"step": step} if has_parameter(loss_fn, "step") else {}))
+    except (TypeError, KeyError, AttributeError) as error:
+        # A loss that is written for the pairs of a loader, `x, y = batch`, or for a dict with other names.
+        if isinstance(arguments[1], dict) and arguments[1].keys() == {"image", "label"}:
+            error.add_note(
+                'train step: the batch that loss_fn got is a dict with "image" and "label". Pairs of a loader have '
+                'these names, and data.from_iterable(loader, names=("x", "y")) gives them others'
+            )
+        raise
     # Not a pair of numbers: it may be (sum, weight), and many people return (loss, accuracy).
     if not has_state and (isinstance(result, Mean) or is_number(result)):  # the loss alone
         return result, {}, ()
@@ -338,12 +347,18 @@ class ClassificationLoss:
         labels = batch["label"][:, None]
         accuracy = (logits.argmax(axis=1) == labels[:, 0]).mean()
         if not self.label_smoothing:
-            return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels, axis=1).mean(), {"accuracy": accuracy}
+            picked = jnp.take_along_axis(
+                jax.nn.log_softmax(logits), labels, axis=1
+            )  # NaN for a label that is too large
+            return -jnp.where(labels < 0, jnp.nan, picked).mean(), {"accuracy": accuracy}  # -1 would be the last class
         from optax import losses
 
         targets = jax.nn.one_hot(labels[:, 0], logits.shape[1], dtype=logits.dtype)
         smooth = losses.smooth_labels(targets, self.label_smoothing)
-        return losses.softmax_cross_entropy(logits, smooth).mean(), {"accuracy": accuracy}
+        is_class = (labels[:, 0] >= 0) & (labels[:, 0] < logits.shape[1])
+        # Added, since a choice between losses would round the gradients otherwise.
+        no_loss = jnp.where(is_class.all(), 0, jnp.nan).astype(logits.dtype)
+        return losses.softmax_cross_entropy(logits, smooth).mean() + no_loss, {"accuracy": accuracy}
 
 
 def classification_loss(
@@ -359,7 +374,7 @@ def classification_loss(
 
     Returns:
         `loss_fn(params, batch, rng) -> (loss, {"accuracy"})` for batches `{"image", "label"}` with integer
-        labels. The loss is in nats per example.
+        labels. The loss is in nats per example, and NaN where a label is no class, such as -1.
 
     Raises:
         ValueError: `label_smoothing` is out of range.

@@ -57,10 +57,13 @@ class DynamicLossScale:
     def __post_init__(self) -> None:
         # A factor of 1 or less would never end an overflow, and each step of the run would be skipped.
         caller = "train.DynamicLossScale"
-        checks.whole_number(self.period, caller, "period")
-        checks.number(self.factor, caller, "factor", "a number above 1", lambda n: 1 < n < math.inf)
+        numbers: dict[str, float] = {"period": checks.whole_number(self.period, caller, "period")}
+        numbers["factor"] = checks.number(self.factor, caller, "factor", "a number above 1", lambda n: 1 < n < math.inf)
         for name in ("initial", "least", "most"):
-            checks.number(getattr(self, name), caller, name, "a number above 0", lambda n: 0 < n < math.inf)
+            number = getattr(self, name)
+            numbers[name] = checks.number(number, caller, name, "a number above 0", lambda n: 0 < n < math.inf)
+        for name, number in numbers.items():  # 2**15 is 2.0**15: two that are equal are described alike
+            object.__setattr__(self, name, number)
         if not self.least <= self.initial <= self.most:
             raise ValueError(f"{caller}: expected least <= initial <= most, got {self}")
 

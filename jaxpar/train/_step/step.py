@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -27,6 +26,7 @@ from jax.typing import DTypeLike
 from ... import kv, sparse, updaters
 from ..._core import checks
 from ..._core.arrays import PyTree, is_prng_key, without_keys
+from ..._core.text import warn
 from ..._cpu import fast_loops
 from ..._devices import collectives
 from ..._devices.mesh import put_copy
@@ -235,11 +235,10 @@ class DeviceStep:
             return shard._replace(grads={k: g for k, g in grads.items() if k in read})
         if unread:
             names = [name for k, name in state.store.paths if k in unread]
-            warnings.warn(  # Python shows it once for all programs
+            warn(  # Python shows it once for all programs
                 f"train step: the loss does not depend on {', '.join(map(repr, names[:8]))}; the gradients are zeros, "
                 "but the optimizer may still change the parameters, as weight decay does; "
-                f'train.start(frozen={names[:8]}) or unused="skip" keeps them unchanged',
-                stacklevel=1,
+                f'train.start(frozen={names[:8]}) or unused="skip" keeps them unchanged'
             )
         return shard._replace(grads=grads, unread=unread)
 

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +21,7 @@ from ..._core import checks
 from ..._core.arguments import no_such_arguments, renamed_arguments
 from ..._core.arrays import Device, PyTree, tree_nbytes
 from ..._core.recent import Recent
-from ..._core.text import Table
+from ..._core.text import Table, warn
 from ..._core.transfers import allows_transfers
 from ..._core.updater import Updater
 from ..._devices import processes
@@ -419,6 +418,7 @@ _HINTS = {
     **dict.fromkeys(("clip_norm", "max_grad_norm"), "give grad_transform=optax.clip_by_global_norm(1.0)"),
     "apply_fn": "write loss_fn=train.classification_loss(apply_fn)",
     "batch_size": "give it to train.fit",
+    **dict.fromkeys(("metrics", "metric"), "return them beside the loss: return loss, {'accuracy': accuracy}"),
     "has_aux": "loss_fn returns the loss, or (loss, aux) where aux is a dict",
 }
 
@@ -540,13 +540,14 @@ def make_train_step(
     checks.choice(engine, caller, "engine", ("auto", *ENGINES))
     checks.choice(nonfinite, caller, "nonfinite", ("ignore", "skip", "stop"))
     checks.choice(unused, caller, "unused", ("warn", "skip"))
-    checks.whole_number(accumulate, caller, "accumulate")
+    accumulate = checks.whole_number(accumulate, caller, "accumulate")
     record = (record,) if isinstance(record, str) else tuple(record)
     for name in record:
         checks.choice(name, caller, "record", ("lr", "grad_norm", "update_norm", "grad_norms", "update_norms"))
-    for name, count in (("local_steps", local_steps), ("virtual_shards", virtual_shards)):
-        if count is not None:
-            checks.whole_number(count, caller, name)
+    if local_steps is not None:
+        local_steps = checks.whole_number(local_steps, caller, "local_steps")
+    if virtual_shards is not None:
+        virtual_shards = checks.whole_number(virtual_shards, caller, "virtual_shards")
     for name, tx in (("grad_transform", grad_transform), ("outer_optimizer", outer_optimizer)):
         if tx is not None:
             checks.transform(tx, f"{caller}: {name}")
@@ -590,7 +591,7 @@ def make_train_step(
         "axis_name": axes[0],
         "accumulate": accumulate,
         "compute_dtype": compute_dtype,
-        "remat": remat,
+        "remat": remat or False,
         "grad_transform": grad_transform,
         "scaling": scaling,
         # A dynamic scale finds its size by overflows, whose updates must be left out.
@@ -603,7 +604,7 @@ def make_train_step(
     if virtual_shards is not None:
         device_step = VirtualStep(**options, shards=virtual_shards)
     elif local_steps is not None:
-        device_step = LocalSGD(**options, steps=int(local_steps), outer=outer_optimizer)
+        device_step = LocalSGD(**options, steps=local_steps, outer=outer_optimizer)
     else:
         device_step, global_step = DeviceStep(**options), GlobalStep(**options, axes=axes)
     return TrainStep(device_step, global_step, engine, axes[0], chosen, nonfinite, virtual_shards, mesh)
@@ -797,10 +798,9 @@ def start(
             if store.frozen:
                 which = f"the layers {checks.shorten(layers)} are not frozen and are"
                 hint += ", and then put the frozen part into evaluation mode again, where it is to stay in it"
-            warnings.warn(
+            warn(
                 f"train.start: {which} in evaluation mode, which trains without dropout and with the "
-                f"running statistics of batch norm; to train in the other mode, {hint}",
-                stacklevel=1,
+                f"running statistics of batch norm; to train in the other mode, {hint}"
             )
     if compression is not None:
         store = kv.set_gradient_compression(store, compression)

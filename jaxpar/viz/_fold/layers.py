@@ -274,7 +274,7 @@ def _add_feeders(cells: Cells, reader: Cell, gathered: dict[int, Cell]) -> None:
 _REDUCTIONS = frozenset(("sum", "mean", "neg"))
 _PICKS = frozenset("take_along_axis take gather getitem rewriting_take mul where sum mean neg squeeze".split())
 _MEANS = ("mean", "sum", "pmean", "Pooling")
-_LABELS = ("OneHot", "eq", "neg", "arange", "iota")
+_LABELS = ("OneHot", "eq", "lt", "neg", "arange", "iota")
 
 
 def mean(cells: Cells, cell: Cell) -> Fold | None:
