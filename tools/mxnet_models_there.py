@@ -1179,7 +1179,7 @@ def gluon_networks():
             found[f"cv_{name}"] = (
                 lambda name=name, o=options: gluoncv.model_zoo.get_model(name, **o),
                 [((*sizes, (2, 3, 128, 128))[0], "n")],
-                False,
+                True,
             )
     try:
         import gluonnlp

@@ -26,6 +26,7 @@ TRAINED = [
     *("pool lp full True pad", "pool avg full False pad", "up nearest", "unary hard_sigmoid", "log_softmax default"),
     *("smooth l1", "activation softmax channel"),
 ]
+LOOPS = ["foreach cell", "foreach nested", "while ends", "cond layers else"]
 COMPUTED_ONCE = [
     *("nms background", "matching set", "target padded", "detection default", "encode", "decode", "Proposal"),
     *("roi align ratio", "correlation set", "deformable plain", "sampler", "grid affine"),
@@ -91,6 +92,10 @@ OTHERS_TRAINED = in_dozens([name for name in OPERATORS if name not in TRAINED])
 @pytest.mark.parametrize("names", mostly_slow([TRAINED, *OTHERS_TRAINED], TRAINED), ids=lambda names: names[0])
 def test_they_compute_what_mxnet_computes(names, tmp_path):
     compare(names, tmp_path)
+
+
+def test_loops_and_branches_compute_what_mxnet_computes(tmp_path):
+    compare(LOOPS, tmp_path)
 
 
 def test_boxes_images_and_losses_compute_what_mxnet_computes(tmp_path):
