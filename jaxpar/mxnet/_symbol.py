@@ -276,11 +276,16 @@ class Model:
         """Adds the shapes of variables that follow from those that are known."""
         # Forwards from the inputs, and backwards from loss layers to their labels and from packed weights to those that
         # are joined. What is inferred backwards may be what a node lacked, so until nothing more is inferred.
-        same, count = dict[Any, Outputs](), -1
-        while len(shapes) > count:
-            count = len(shapes)
-            values = self._forward_shapes(shapes, same)
-            self._add_backward_shapes(shapes, values)
+        same = dict[Any, Outputs]()
+
+        def infer() -> None:
+            count = -1
+            while len(shapes) > count:
+                count = len(shapes)
+                values = self._forward_shapes(shapes, same)
+                self._add_backward_shapes(shapes, values)
+
+        jax.eval_shape(infer)  # one trace: to begin one for each node would take longer than the nodes
 
     def _forward_shapes(self, shapes: dict[str, Shape], same: dict[Any, Outputs]) -> list[Outputs]:
         """The outputs of all nodes as shapes and dtypes: none where an array is unknown. Adds shapes of variables.
@@ -288,6 +293,7 @@ class Model:
         `same` are the outputs of nodes of one operator, of attributes and shapes: a network has many of each kind.
         """
         values: list[Outputs] = []
+        key = jax.random.key(0)
         for number, node in enumerate(self.symbol.nodes):
             if node.is_variable:
                 values.append(())
@@ -306,8 +312,9 @@ class Model:
             structs = tuple(None if a is None else (a.shape, a.dtype) for a in arrays)
             case = node.op, tuple(sorted(attrs.items())), variables, structs
             if case not in same:
-                run = functools.partial(self._run, number, train=False, key=jax.random.key(0))
-                same[case] = jax.eval_shape(lambda *a, run=run: run(a)[0], *arrays)
+                zeros = [None if a is None else jnp.zeros(a.shape, a.dtype) for a in arrays]
+                outputs, _ = self._run(number, zeros, train=False, key=key)
+                same[case] = tuple(jax.ShapeDtypeStruct(out.shape, out.dtype) for out in outputs)
             values.append(same[case])
         return values
 
