@@ -127,8 +127,10 @@ class Checks:
         }
         # A gradient that is 0 but for rounding, as that of a bias before a norm, counts beside the largest one.
         largest = max((np.abs(m).max() for m in moved_there.values()), default=1)
+        # A param that only decays moves by so little that its own last bit counts.
         gaps = {
-            n: np.abs(moved[n] - moved_there[n]).max() / max(np.abs(moved_there[n]).max(), 1e-2 * largest)
+            n: (np.abs(moved[n] - moved_there[n]) - np.spacing(np.abs(old[n]))).max()
+            / max(np.abs(moved_there[n]).max(), 1e-2 * largest)
             for n in new
             if n not in prelu
         }

@@ -132,7 +132,7 @@ def with_statistics(net, found, *names):
 
 
 def part(net, function, *places):
-    """A graph inside of a node, of those arrays of the node that are at these places."""
+    """A graph inside of a node, of those of its arrays that are at these places."""
 
     def of_arrays(*arrays, train, rng):
         found = function(net._replace(rng=rng), *(arrays[place] for place in places))
