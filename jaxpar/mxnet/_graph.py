@@ -29,6 +29,19 @@ _MOST_NUMBERS = 1024  # of a tuple
 _MOST_LEVELS = 8  # of graphs inside of nodes
 _TOLERANCE, _TOLERANCE_OF_16_BITS = 1e-4, 1e-2
 _WEIGHTS = frozenset(("weight", "bias", "gamma", "beta", "parameters"))  # arrays of an operator that are trained
+# What MXNet calls the outputs of operators, where these are not output, output0, output1, ...
+_OUTPUTS = {
+    "_contrib_MultiBoxTarget": ("loc_target", "loc_mask", "cls_target"),
+    **dict.fromkeys(("_contrib_Proposal", "_contrib_MultiProposal"), ("output", "score")),
+    "_contrib_hawkesll": ("output", "out_state"),
+    "RNN": ("output", "state_output", "statecell_output"),
+    "BatchNorm": ("output", "mean", "var"),
+    **dict.fromkeys(("LayerNorm", "GroupNorm"), ("output", "mean", "std")),
+    **dict.fromkeys(("_npi_concatenate", "_npi_matmul"), ("out",)),
+    "_npi_std": ("std",),
+    "_npi_var": ("var",),
+    "make_loss": ("loss",),
+}
 _FILLED = frozenset(("_zeros", "_ones", "_full"))
 _AXIS_OF_ARGMAX = 905  # the version since which an axis of -1 is the last one
 
@@ -365,7 +378,9 @@ def output_names(graph: Graph) -> tuple[str, ...]:
     names: list[str] = []
     for i, k in graph.heads:
         node = graph.nodes[i]
-        names.append(node.name if node.is_variable else f"{node.name}_output{k if i in several else ''}")
+        word = f"output{k if i in several else ''}"
+        word = _OUTPUTS[node.op][k] if k < len(_OUTPUTS.get(node.op, ())) else word
+        names.append(node.name if node.is_variable else f"{node.name}_{word}")
     return tuple(names)
 
 
@@ -424,7 +439,8 @@ def first_difference(
         # A label that is not given leaves what is computed of it without outputs.
         outputs = list(run(number, [values[i][k] if k < len(values[i]) else None for i, k in node.inputs]))
         for k, output in enumerate(outputs):
-            names = (f"{node.name}_output", f"{node.name}_output0") if k == 0 else (f"{node.name}_output{k}",)
+            words = (*_OUTPUTS.get(node.op, ("output",))[k : k + 1], f"output{k}")
+            names = [f"{node.name}_{word}" for word in words]
             expected = next((np.asarray(reference[name]) for name in names if name in reference), None)
             if expected is None:
                 continue
