@@ -31,7 +31,7 @@ def foreach(
     num_outputs: int = 0,
     train: bool,
     rng: jax.Array | None,
-) -> tuple[jax.Array, ...]:
+) -> Any:
     """A loop over the first axis of the first arrays. Behind them are the states, and what each step takes too."""
     (body,) = subgraphs
     ends = len(in_data_locs), len(in_data_locs) + len(in_state_locs)
@@ -47,7 +47,7 @@ def foreach(
     # As in MXNet, what is left of a vector is a vector of one number.
     sequences = tuple(array[:, None] if array.ndim == 1 else array for array in sequences)
     last, stacked = lax.scan(step, states, (jnp.arange(sequences[0].shape[0]), sequences))
-    return (*stacked, *last)
+    return _one_or_several((*stacked, *last))
 
 
 def while_loop(
@@ -61,7 +61,7 @@ def while_loop(
     num_outputs: int = 0,
     train: bool,
     rng: jax.Array | None,
-) -> tuple[jax.Array, ...]:
+) -> Any:
     """A loop of at most so many steps, while the first graph gives no 0. What steps give is 0 after the last one."""
     condition, body = subgraphs
     check_count(max_iterations, "a loop of max_iterations")
@@ -87,7 +87,7 @@ def while_loop(
     # A loop of a known length has a gradient. The steps after the last one compute nothing.
     start = tuple(data[place] for place in places)
     (last, _), stacked = lax.scan(step, (start, jnp.array(True)), jnp.arange(max_iterations))
-    return (*stacked, *last)
+    return _one_or_several((*stacked, *last))
 
 
 def cond(
@@ -99,12 +99,17 @@ def cond(
     num_outputs: int = 0,
     train: bool,
     rng: jax.Array | None,
-) -> tuple[jax.Array, ...]:
+) -> Any:
     """What the second graph gives where the first one gives no 0, and else the third one."""
     condition, *branches = (
         lambda arrays, graph=graph: tuple(graph(*arrays, train=train, rng=rng)) for graph in subgraphs
     )
-    return lax.cond(_is_true(condition(data)), *branches, data)
+    return _one_or_several(lax.cond(_is_true(condition(data)), *branches, data))
+
+
+def _one_or_several(outputs: tuple[jax.Array, ...]) -> Any:
+    """As operators give them: an array, or several as a tuple."""
+    return outputs[0] if len(outputs) == 1 else outputs
 
 
 def _is_true(outputs: Sequence[jax.Array]) -> jax.Array:

@@ -21,6 +21,10 @@ def with_graphs(entry, *graphs):
     return {**entry, "subgraphs": graphs}
 
 
+LOOP = {"in_data_locs": [0], "in_state_locs": [1], "remain_locs": [], "num_out_data": 0, "num_outputs": 1}
+PLUS = graph_of(node("null", "x"), node("null", "s"), node("elemwise_add", "sum", 0, 1))
+
+
 def dropped(folder):
     """A loop whose step is a dense layer and dropout, over (steps, batch, features) in two halves of the channels."""
     body = graph_of(
@@ -110,6 +114,26 @@ def test_convolutions_in_a_loop_of_a_network_whose_channels_are_last(tmp_path):
     np.testing.assert_allclose(found.transpose(0, 3, 1, 2), out)
 
 
+def test_a_loop_of_one_output_and_a_branch_in_a_module(tmp_path):
+    """One output is an array, and no tuple. The graph of a branch is called as its script called it."""
+    loop = with_graphs(node("_foreach", "loop", 0, 1, **LOOP), PLUS)
+    halves = {"cond_input_locs": [1], "then_input_locs": [0], "else_input_locs": [0, 1], "num_outputs": 1}
+    same = graph_of(node("null", "p"), node("identity", "copy", 0))
+    twice = graph_of(node("null", "z", __subgraph_name__="twice"), node("_mul_scalar", "m", 0, scalar=2))
+    branch = with_graphs(node("_cond", "branch", 2, 3, **halves), same, twice, PLUS)
+    last = node("tanh", "last", 4)
+    nodes = [node("null", "data"), node("null", "state"), loop, node("null", "p"), branch, last]
+    path = symbol_of(tmp_path, *nodes)
+    model, module, text = mxnet.load_symbol(path), {"__name__": "ported"}, mxnet.port(path)
+    exec(text, module)
+    assert "def twice(net, z):" in text
+    inputs = jnp.arange(6.0).reshape(3, 2) / 9, jnp.ones(2) / 9
+    for p in (0.0, 1.0):
+        expected = np.tanh((inputs[0].sum(0) + inputs[1]) * (1 + p) if p else inputs[0].sum(0) + inputs[1])
+        np.testing.assert_allclose(model.apply({}, *inputs, jnp.full(1, p)), expected, rtol=1e-6)
+        np.testing.assert_allclose(module["apply"]({}, *inputs, jnp.full(1, p)), expected, rtol=1e-6)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["gru", "lstm", "rnn_tanh"])
 def test_a_layer_of_sequences_of_several_lengths(mode, tmp_path):
@@ -151,8 +175,6 @@ def test_a_layer_of_sequences_of_several_lengths(mode, tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
 
 
-LOOP = {"in_data_locs": [0], "in_state_locs": [1], "remain_locs": [], "num_out_data": 0, "num_outputs": 1}
-PLUS = graph_of(node("null", "x"), node("null", "s"), node("elemwise_add", "sum", 0, 1))
 NORM = graph_of(
     *(node("null", n) for n in ("x", "s", "gamma", "beta", "mean", "var")), node("BatchNorm", "norm", 0, 2, 3, 4, 5)
 )
