@@ -40,7 +40,7 @@ v = sym.var
 LR = 0.05
 LOSSES = ("SoftmaxOutput", "Softmax", "SVMOutput", "MakeLoss", "make_loss")  # and those of regression
 IMAGE, LABEL = (2, 3, 64, 64), ((2,), "i4")
-TRAINED = ("weight", "bias", "gamma", "beta", "alpha", "running_mean", "running_var", "state")
+TRAINED = ("weight", "bias", "gamma", "beta", "alpha", "_mean", "_var", "state")
 RECORDED = ("unet", "attention", "deep_speech", "noise_contrastive", "capsule", "inception_v3")
 NETWORKS = {}
 
