@@ -109,7 +109,7 @@ class Checks:
             return outputs, new, state
 
         shaken = self.of("shaken param "), self.outputs("shaken out"), self.of("shaken state ")
-        own = self.of_step(old, *shaken) if shaken[1] else 0.0
+        own = self.of_step(old, *shaken)
         outputs, new, state = step(old)
         return self.of_step(old, new, outputs, state), own
 

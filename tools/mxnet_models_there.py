@@ -13,8 +13,8 @@ Gluon's model zoo, of gluoncv and of gluonnlp where these are installed. For eac
     NAME-symbol.json, NAME-0000.params    as `mx.model.save_checkpoint` writes them
     NAME.npz                              inputs, outputs in evaluation, in training, and the arrays after a step of SGD
 
-and, as "shaken ...", the same of inputs that are off by the last bit, as far as MXNet computes it in float32: what
-differs as much here as there is rounding.
+and, as "shaken ...", the same of inputs that are off by the last bit of float32: what differs as much here as there is
+rounding.
 
 For the step dropout is off, for its random numbers are MXNet's own: NAME-train-symbol.json is that network. The
 gradient is that of the loss layers, or of the sum of the outputs times `head` where there are none.
@@ -993,10 +993,10 @@ def numbers(name, symbol, shapes, folder, arrays=None, training=True):
             # has none.
             if has_rows or "RNN" in ops:
                 raise TypeError
-            steps = {"": trained("float64")}
+            dtype, step = "float64", trained("float64")
         except (mx.base.MXNetError, TypeError):
-            steps = {"": trained("float32"), "shaken ": trained("float32", shaken)}
-        for kind, (executor, outs, heads) in steps.items():
+            dtype, step = "float32", trained("float32")
+        for kind, (executor, outs, heads) in {"": step, "shaken ": trained(dtype, shaken)}.items():
             optimizer = mx.optimizer.SGD(learning_rate=LR, momentum=0.9, wd=1e-3, rescale_grad=1 / heads[0].shape[0])
             updater = mx.optimizer.get_updater(optimizer)
             for i, n in enumerate(params):

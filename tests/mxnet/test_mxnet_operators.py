@@ -288,6 +288,18 @@ def test_the_gradient_of_turned_regions():
     assert (grad[0, :, 0] == 0).all()  # far from both
 
 
+def test_the_gradient_of_boxes_that_are_encoded_and_decoded_is_0_as_in_mxnet():
+    """Those of SSD's detections are no way to its convolutions. MXNet 1.9.1 has `MakeZeroGradNodes` there."""
+    decode, encode = mxnet.operator("_contrib_box_decode"), mxnet.operator("_contrib_box_encode")
+    boxes = jnp.array([[[0.1, 0.2, 0.5, 0.7], [0.3, 0.1, 0.9, 0.4]]])
+    grads = jax.grad(lambda *arrays: decode(*arrays).sum(), argnums=(0, 1))(boxes, boxes)
+    ones, places = jnp.ones((1, 2)), jnp.array([[1.0, 0]])
+    grads += jax.grad(lambda *a: encode(ones, places, *a, jnp.zeros(4), jnp.ones(4))[0].sum(), argnums=(0, 1))(
+        boxes, boxes
+    )
+    assert all((grad == 0).all() for grad in grads)
+
+
 def test_suppression_keeps_no_matrix_of_all_pairs_of_boxes():
     """175,000 boxes of gluoncv's SSD of 300 pixels took 150 GB."""
     count = 972  # of the proposals too: 9 * 9 places of 12 anchors
