@@ -59,7 +59,7 @@ DIFFERS = {
     " _npi_weibull": ("draws from `rng`, so the numbers are others"),
     "_npi_svd": "vectors may have the other sign",
     "_npi_eigh": "vectors may have the other sign, and there is a gradient. MXNet's is 0",
-    "_npi_std _npi_var _np_atleast_?d": "has a gradient, MXNet's is 0",
+    "_npi_std _npi_var _np_atleast_?d _npi_eigvalsh _npi_percentile _npi_pinv*": "has a gradient, MXNet's is 0",
     "_npi_average": "the sum of the weights has a gradient too",
     "_npi_copysign_scalar _npi_rcopysign_scalar _npi_pad": "has a gradient, MXNet has none for a number, nor for modes "
     "of `pad` other than `constant`",
