@@ -13,6 +13,9 @@ Gluon's model zoo, of gluoncv and of gluonnlp where these are installed. For eac
     NAME-symbol.json, NAME-0000.params    as `mx.model.save_checkpoint` writes them
     NAME.npz                              inputs, outputs in evaluation, in training, and the arrays after a step of SGD
 
+and, as "shaken ...", the same of inputs that are off by the last bit of float32: what differs as much here as there is
+rounding.
+
 For the step dropout is off, for its random numbers are MXNet's own: NAME-train-symbol.json is that network. The
 gradient is that of the loss layers, or of the sum of the outputs times `head` where there are none.
 """
@@ -37,7 +40,7 @@ v = sym.var
 LR = 0.05
 LOSSES = ("SoftmaxOutput", "Softmax", "SVMOutput", "MakeLoss", "make_loss")  # and those of regression
 IMAGE, LABEL = (2, 3, 64, 64), ((2,), "i4")
-TRAINED = ("weight", "bias", "gamma", "beta", "alpha", "running_mean", "running_var", "state")
+TRAINED = ("weight", "bias", "gamma", "beta", "alpha", "_mean", "_var", "state")
 RECORDED = ("unet", "attention", "deep_speech", "noise_contrastive", "capsule", "inception_v3")
 NETWORKS = {}
 
@@ -942,7 +945,7 @@ def numbers(name, symbol, shapes, folder, arrays=None, training=True):
     }
     has_rows = "SparseEmbedding" in symbol.tojson() or "row_sparse" in kinds_of_storage.values()
 
-    def bound(symbol, dtype="float32"):
+    def bound(symbol, made, dtype="float32"):
         arguments = {
             n: mx.nd.array(made[n], dtype=dtype).tostype(kinds_of_storage.get(n, "default"))
             for n in symbol.list_arguments()
@@ -959,16 +962,21 @@ def numbers(name, symbol, shapes, folder, arrays=None, training=True):
         wanted = {n: "write" if n in params and training else "null" for n in arguments}
         return symbol.bind(mx.cpu(), arguments, grads, wanted, aux)
 
-    for i, out in enumerate(bound(symbol).forward(is_train=False)):
-        found[f"eval{i}"] = out.asnumpy()
+    # The last bit of inputs that are no whole numbers, and of arrays where all inputs are.
+    floats = [n for n in given if n in made and (made[n] % 1).any()] or list(params)
+    signs = {n: rule(f"{name}/shaken {n}", made[n].shape, "n") for n in floats}
+    shaken = {**made, **{n: np.nextafter(made[n], np.float32(np.inf) * signs[n]) for n in floats}}
+    for kind, arrays in (("", made), ("shaken ", shaken)):
+        for i, out in enumerate(bound(symbol, arrays).forward(is_train=False)):
+            found[f"{kind}eval{i}"] = out.asnumpy()
     if training:
         ops = {node["op"] for node in nodes}
         plain = without_dropout(symbol)
         plain.save(str(folder / f"{name}-train-symbol.json"))
         has_loss = any(op in LOSSES or op.endswith("RegressionOutput") for op in ops)
 
-        def trained(dtype):
-            executor = bound(plain, dtype)
+        def trained(dtype, made=made):
+            executor = bound(plain, made, dtype)
             outs = executor.forward(is_train=True)
             heads = [
                 np.ones(o.shape, np.float32) if has_loss else rule(f"{name}/head{i}", o.shape, "n")
@@ -985,17 +993,18 @@ def numbers(name, symbol, shapes, folder, arrays=None, training=True):
             # has none.
             if has_rows or "RNN" in ops:
                 raise TypeError
-            executor, outs, heads = trained("float64")
+            dtype, step = "float64", trained("float64")
         except (mx.base.MXNetError, TypeError):
-            executor, outs, heads = trained("float32")
-        optimizer = mx.optimizer.SGD(learning_rate=LR, momentum=0.9, wd=1e-3, rescale_grad=1 / heads[0].shape[0])
-        updater = mx.optimizer.get_updater(optimizer)
-        for i, n in enumerate(params):
-            value = executor.arg_dict[n].tostype("default")
-            updater(i, executor.grad_dict[n].tostype("default"), value)
-            found[f"param {n}"] = value.asnumpy()
-        found.update({f"state {n}": np.float32(a.asnumpy()) for n, a in executor.aux_dict.items()})
-        found.update({f"out{i}": np.float32(o.asnumpy()) for i, o in enumerate(outs)})
+            dtype, step = "float32", trained("float32")
+        for kind, (executor, outs, heads) in {"": step, "shaken ": trained(dtype, shaken)}.items():
+            optimizer = mx.optimizer.SGD(learning_rate=LR, momentum=0.9, wd=1e-3, rescale_grad=1 / heads[0].shape[0])
+            updater = mx.optimizer.get_updater(optimizer)
+            for i, n in enumerate(params):
+                value = executor.arg_dict[n].tostype("default")
+                updater(i, executor.grad_dict[n].tostype("default"), value)
+                found[f"{kind}param {n}"] = value.asnumpy()
+            found.update({f"{kind}state {n}": np.float32(a.asnumpy()) for n, a in executor.aux_dict.items()})
+            found.update({f"{kind}out{i}": np.float32(o.asnumpy()) for i, o in enumerate(outs)})
         found.update({f"head{i}": h for i, h in enumerate(heads)})
     np.savez(folder / f"{name}.npz", **found)
     kinds = {n: given[n][1] if n in given else kind_of(n, shape) for n, shape in of.items()}
@@ -1179,7 +1188,7 @@ def gluon_networks():
             found[f"cv_{name}"] = (
                 lambda name=name, o=options: gluoncv.model_zoo.get_model(name, **o),
                 [((*sizes, (2, 3, 128, 128))[0], "n")],
-                False,
+                True,
             )
     try:
         import gluonnlp

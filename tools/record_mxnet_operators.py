@@ -20,7 +20,7 @@ os.environ["MXNET_SUBGRAPH_BACKEND"] = "NONE"  # else several operators are comp
 
 import mxnet as mx
 import numpy as np
-from mxnet import sym
+from mxnet import gluon, sym
 from mxnet_rule import rule
 
 FOLDER = pathlib.Path(sys.argv[1])
@@ -32,7 +32,7 @@ def executor_of(name, symbol, has_grads, dtype=np.float32):
     """An executor of a case, whose arrays follow the rule."""
     case = CASES[name]
     types, _, _ = symbol.infer_type(**dict.fromkeys(case["inputs"], dtype))
-    of = dict(zip(symbol.list_arguments(), types))  # noqa: B905, Python 3.8
+    of = dict(zip(symbol.list_arguments(), types or []))  # noqa: B905, Python 3.8
     made = {
         n: mx.nd.array(rule(f"{name}/{n}", tuple(s), k), dtype=of.get(n, np.float32))
         for n, (s, k) in case["arrays"].items()
@@ -47,6 +47,8 @@ def record(name, symbol, given, has_grads):
     shapes = {n: g[0] if g and isinstance(g[0], tuple) else g for n, g in given.items()}
     kinds = {n: g[1] for n, g in given.items() if g and isinstance(g[0], tuple)}
     arguments, _, states = symbol.infer_shape(**shapes)
+    if arguments is None:  # of a branch, whose shapes MXNet knows when it runs
+        arguments, states = [shapes[n] for n in symbol.list_arguments()], []
     aux = symbol.list_auxiliary_states()
     known = {**dict(zip(symbol.list_arguments(), arguments)), **dict(zip(aux, states))}  # noqa: B905
     arrays = {n: [list(s), kinds.get(n) or ("u" if n in aux else "n")] for n, s in known.items()}
@@ -913,16 +915,82 @@ def rare():
     case("image resize batch", lambda x: resize(x, size=(4, 7)), grads=False, behind=False, x=((2, 5, 6, 3), "u"))
 
 
+def loops_and_branches():
+    """Operators that have graphs inside, of layers and of arrays from around them, one in the other."""
+    c, dense = sym.contrib, sym.FullyConnected
+
+    def cell(x, states, count=3):
+        h = sym.tanh(dense(x, num_hidden=count, name="i2h") + dense(states[0], num_hidden=count, name="h2h"))
+        return h * 2, [h]
+
+    def several(x):
+        return sym.Group([out for each in x for out in (each if isinstance(each, list) else [each])])
+
+    case("foreach cell", lambda x, s: several(c.foreach(cell, x, [s])), x=(4, 2, 5), s=(2, 3))
+    case(
+        "foreach states only", lambda x, s: several(c.foreach(lambda x, s: ([], [s[0] * x]), x, [s])), x=(3, 2), s=(2,)
+    )
+    case("foreach no states", lambda x, y: several(c.foreach(lambda x, s: (x * y, []), x, [])), x=(3, 2), y=(2,))
+    two = lambda x, y, s, t, u: several(  # noqa: E731
+        c.foreach(lambda v, s: ([v[0] * u + s[1], v[1] * 2], [s[0] + v[0], s[1] * u]), [x, y], [s, t])
+    )
+    case("foreach two", two, behind=False, x=(3, 2), y=(3,), s=(2,), t=(2,), u=(2,))
+
+    def inner(x, s):
+        rows, last = c.foreach(lambda y, t: (y * t[0], [t[0] + y]), x, [s[0]])
+        return rows, [last[0] * 0.5]
+
+    case("foreach nested", lambda x, s: several(c.foreach(inner, x, [s])), x=(3, 4, 2), s=(2,))
+    lstm = gluon.rnn.LSTMCell(4, prefix="lstm_")
+    long = lambda x, h, s: several(c.foreach(lambda x, s: lstm(x, s), x, [h, s]))  # noqa: E731
+    case("foreach lstm", long, x=(5, 2, 3), h=(2, 4), s=(2, 4))
+
+    positive = lambda x: sym.sum(x) > 0  # noqa: E731
+    for key, offset in ("then", 9), ("else", -9):
+        chosen = lambda x, y, n=offset: c.cond(positive(x + n), lambda: x * y, lambda: x - sym.tanh(y))  # noqa: E731
+        # Behind another operator MXNet's gradient of what a branch does not take is memory that nothing wrote to.
+        case(f"cond {key}", chosen, behind=False, x=(2, 3), y=(2, 3))
+        inside = lambda x, y, f=chosen: sym.tanh(f(x * 2, sym.tanh(y)))  # noqa: E731
+        case(f"cond {key} inside", inside, grads=False, behind=False, x=(2, 3), y=(2, 3))
+        layers = lambda x, w, v, b, n=offset: c.cond(  # noqa: E731
+            positive(x + n), lambda: dense(x, w, b, num_hidden=2), lambda: dense(x, v, b, num_hidden=2)
+        )
+        case(f"cond layers {key}", layers, behind=False, x=(2, 3), w=(2, 3), v=(2, 3), b=(2,))
+
+    # Behind the last step MXNet's outputs are memory that nothing wrote to, so they are cut.
+    for key, most, steps in ("ends", 6, 3), ("is cut", 2, 2):
+
+        def looped(i, x, y, most=most, steps=steps):
+            start = sym.BlockGrad(i) * 0
+            out, last = c.while_loop(
+                lambda n, z: n < 3, lambda n, z: (z * y, [n + 1, sym.tanh(z) + y]), [start, x], max_iterations=most
+            )
+            return several([sym.slice_axis(out, axis=0, begin=0, end=steps), last[1]])
+
+        case(f"while {key}", looped, i=(1,), x=(2, 3), y=(2, 3))
+    none = lambda i, x: c.while_loop(  # noqa: E731
+        lambda n, z: n < 0, lambda n, z: (z, [n + 1, z * 2]), [sym.BlockGrad(i) * 0, x], max_iterations=3
+    )[1][1]
+    case("while none", none, i=(1,), x=(2, 3))
+    layer = lambda i, x, w, b: c.while_loop(  # noqa: E731
+        lambda n, z: n < 3, lambda n, z: ([], [n + 1, dense(z, w, b, num_hidden=3)]), [sym.BlockGrad(i) * 0, x],
+        max_iterations=4,
+    )[1][1]  # fmt: skip
+    case("while layer", layer, i=(1,), x=(2, 3), w=(3, 3), b=(3,))
+
+
 def main():
     for part in (amp_and_elementwise, arrays, attention, ctc, images, boxes, linear_algebra, densities):
         part()
     further_attributes()
     of_numpy()
     rare()
+    loops_and_branches()
     if not ONLY:
         # One array of all numbers of a dtype: in a file of many arrays each takes more bytes than its few numbers.
         places = [[key, list(a.shape), str(a.dtype)] for key, a in ARRAYS.items()]
-        numbers = {dtype: [a.ravel() for a in ARRAYS.values() if str(a.dtype) == dtype] for _, _, dtype in places}
+        dtypes = dict.fromkeys(dtype for _, _, dtype in places)
+        numbers = {dtype: [a.ravel() for a in ARRAYS.values() if str(a.dtype) == dtype] for dtype in dtypes}
         numbers = {dtype: np.concatenate(arrays) for dtype, arrays in numbers.items()}
         content = json.dumps({"version": mx.__version__, "cases": CASES, "places": places}, sort_keys=True).encode()
         (FOLDER / "mxnet_operators.json.gz").write_bytes(gzip.compress(content, 9, mtime=0))

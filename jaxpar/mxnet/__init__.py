@@ -3,8 +3,8 @@
     _symbol       networks from symbol files: the model and its `apply`
     _graph        such a file as plain data, its operators and variables, the first layer that differs from MXNet's
     _operators    the table of MXNet's operators, with channels last too; _operator is a row of it, and _shapes infers
-                  shapes; _layers, _arrays, _elementwise, _images, _boxes, _regions, _losses, _linear_algebra and
-                  _random compute them; _numpy is the table of those of `mx.np`
+                  shapes; _layers, _arrays, _elementwise, _images, _boxes, _regions, _losses, _linear_algebra,
+                  _random and _control compute them; _numpy is the table of those of `mx.np`
     _elsewhere    names of MXNet that are elsewhere here, and what to write in their place
     _records      RecordIO files, and their images as training data
     _port         a network as the text of a Python module, by _port_blocks, _port_layers and _port_text

@@ -172,6 +172,7 @@ def box_decode(
     clip: float = -1.0,
     format: str = "center",
 ) -> jax.Array:
+    data, anchors = lax.stop_gradient((data, anchors))  # as in MXNet
     deltas = data * jnp.array([std0, std1, std2, std3], data.dtype).reshape((1,) * (data.ndim - 1) + (4,))
     if clip > 0:
         deltas = deltas.at[..., 2:].min(clip)
@@ -186,14 +187,15 @@ def box_encode(
     means: jax.Array,
     stds: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The targets of anchors and their masks: 1 where `samples` is."""
+    """The targets of anchors and their masks: 1 where `samples` is. Their gradient is 0, as in MXNet."""
     boxes = jnp.take_along_axis(refs, matches.astype(jnp.int32)[..., None], 1)
     at, size = _centers(anchors)
     to, new_size = _centers(boxes)
     targets = jnp.concatenate([(to - at) / size, jnp.log(new_size / size)], -1)
     is_used = (samples > 0.5)[..., None]
     masks = jnp.broadcast_to(is_used, targets.shape).astype(refs.dtype)
-    return jnp.where(is_used, (targets - means.reshape(1, 1, 4)) / stds.reshape(1, 1, 4), 0), masks
+    scaled = (targets - means.reshape(1, 1, 4)) / stds.reshape(1, 1, 4)
+    return lax.stop_gradient(jnp.where(is_used, scaled, 0)), masks
 
 
 # Single-shot detection

@@ -25,9 +25,23 @@ _MOST_BYTES = 1 << 28
 # Two parts of a pattern never match the same characters in a row: a text that fails would be tried in all ways.
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d{1,3})?|[-+]?(inf|nan)")
 _INTEGER = re.compile(r"([-+]?\d{1,19})L?")  # Python 2 wrote (1L, 2L)
-_MOST_NUMBERS = 64  # of a tuple
+_MOST_NUMBERS = 1024  # of a tuple
+_MOST_LEVELS = 8  # of graphs inside of nodes
 _TOLERANCE, _TOLERANCE_OF_16_BITS = 1e-4, 1e-2
 _WEIGHTS = frozenset(("weight", "bias", "gamma", "beta", "parameters"))  # arrays of an operator that are trained
+# What MXNet calls the outputs of operators, where these are not output, output0, output1, ...
+_OUTPUTS = {
+    "_contrib_MultiBoxTarget": ("loc_target", "loc_mask", "cls_target"),
+    **dict.fromkeys(("_contrib_Proposal", "_contrib_MultiProposal"), ("output", "score")),
+    "_contrib_hawkesll": ("output", "out_state"),
+    "RNN": ("output", "state_output", "statecell_output"),
+    "BatchNorm": ("output", "mean", "var"),
+    **dict.fromkeys(("LayerNorm", "GroupNorm"), ("output", "mean", "std")),
+    **dict.fromkeys(("_npi_concatenate", "_npi_matmul"), ("out",)),
+    "_npi_std": ("std",),
+    "_npi_var": ("var",),
+    "make_loss": ("loss",),
+}
 _FILLED = frozenset(("_zeros", "_ones", "_full"))
 _AXIS_OF_ARGMAX = 905  # the version since which an axis of -1 is the last one
 
@@ -46,12 +60,14 @@ class Node:
     Attributes:
         inputs: (number of the node, number of its output) of each value that it takes.
         attrs: what the file says, strings by name.
+        subgraphs: of a loop or a branch what it runs. Their variables are the values that the node takes.
     """
 
     op: str
     name: str
     inputs: tuple[tuple[int, int], ...]
     attrs: Mapping[str, str]
+    subgraphs: tuple[Graph, ...] = ()
 
     @property
     def is_variable(self) -> bool:
@@ -83,14 +99,25 @@ def read_graph(path: Path) -> Graph:
         raise CheckpointError(f"{path} is no symbol file of MXNet, or is cut: {reason}") from None
     if not isinstance(content, dict) or not isinstance(content.get("nodes"), list):
         raise CheckpointError(f"{path} is no symbol file of MXNet: it has no list of nodes")
-    nodes: list[Node] = []
-    for number, entry in enumerate(content["nodes"]):
-        nodes.append(_read_node(path, number, entry, nodes))
-    heads = _references(path, "the outputs", content.get("heads"), len(nodes))
-    _check(path, bool(heads), "it has no outputs")
     attrs = content.get("attrs")
     entry = attrs.get("mxnet_version") if isinstance(attrs, dict) else None  # ["int", 10901]
     version = entry[1] if isinstance(entry, list) and len(entry) == 2 and type(entry[1]) is int else 0
+    return _graph_of(path, content, version, _MOST_LEVELS)
+
+
+def _graph_of(path: Path, content: Any, version: int, levels: int) -> Graph:
+    """The graph of a file or of a node. Its nodes may have graphs, and these too, down to so many levels."""
+    is_graph = isinstance(content, dict) and isinstance(content.get("nodes"), list)
+    _check(path, is_graph and levels > 0, f"a graph inside of a node has no nodes, or is the {_MOST_LEVELS}th of them")
+    nodes: list[Node] = []
+    for number, entry in enumerate(content["nodes"]):
+        node = _read_node(path, number, entry, nodes)
+        inside = entry.get("subgraphs", [])
+        _check(path, isinstance(inside, list), f"the graphs of node {number} are no list")
+        subgraphs = tuple(_graph_of(path, each, version, levels - 1) for each in inside)
+        nodes.append(dataclasses.replace(node, subgraphs=subgraphs))
+    heads = _references(path, "the outputs", content.get("heads"), len(nodes))
+    _check(path, bool(heads), "it has no outputs")
     return Graph(tuple(nodes), heads, version)
 
 
@@ -244,7 +271,7 @@ def _upgraded(graph: Graph, operators: Mapping[str, Operator]) -> Graph:
         if graph.version < _AXIS_OF_ARGMAX and node.op in ("argmax", "argmin") and attrs.get("axis") == "-1":
             del attrs["axis"]  # meant all axes
         moved.append(len(nodes))
-        nodes.append(Node(node.op, node.name, inputs, attrs))
+        nodes.append(dataclasses.replace(node, inputs=inputs, attrs=attrs))
     return Graph(tuple(nodes), tuple((moved[i], k) for i, k in graph.heads), graph.version)
 
 
@@ -305,6 +332,8 @@ def roles(graph: Graph, table: Table) -> tuple[list[str], set[str], set[str]]:
     }
     kernels: set[str] = set()
     for number, (operator, attrs) in table.items():
+        # What a loop or a branch trains is what its graphs train.
+        of_graphs = {place for subgraph in attrs["subgraphs"] for place in subgraph.weights} if operator.graphs else ()
         for place, (i, _) in enumerate(graph.nodes[number].inputs):
             slot = operator.slots[place] if place < len(operator.slots) else ""
             name = graph.nodes[i].name
@@ -316,6 +345,7 @@ def roles(graph: Graph, table: Table) -> tuple[list[str], set[str], set[str]]:
             if place and slot in _WEIGHTS and attrs.get("sample_type") != "nearest":
                 weights.add(name)
                 kernels |= {name} if slot == "weight" and operator.last and operator.last(attrs) else set()
+            weights |= {name} if place in of_graphs else set()
     return list(statistics), weights, kernels
 
 
@@ -348,7 +378,9 @@ def output_names(graph: Graph) -> tuple[str, ...]:
     names: list[str] = []
     for i, k in graph.heads:
         node = graph.nodes[i]
-        names.append(node.name if node.is_variable else f"{node.name}_output{k if i in several else ''}")
+        word = f"output{k if i in several else ''}"
+        word = _OUTPUTS[node.op][k] if k < len(_OUTPUTS.get(node.op, ())) else word
+        names.append(node.name if node.is_variable else f"{node.name}_{word}")
     return tuple(names)
 
 
@@ -407,7 +439,8 @@ def first_difference(
         # A label that is not given leaves what is computed of it without outputs.
         outputs = list(run(number, [values[i][k] if k < len(values[i]) else None for i, k in node.inputs]))
         for k, output in enumerate(outputs):
-            names = (f"{node.name}_output", f"{node.name}_output0") if k == 0 else (f"{node.name}_output{k}",)
+            words = (*_OUTPUTS.get(node.op, ("output",))[k : k + 1], f"output{k}")
+            names = [f"{node.name}_{word}" for word in words]
             expected = next((np.asarray(reference[name]) for name in names if name in reference), None)
             if expected is None:
                 continue

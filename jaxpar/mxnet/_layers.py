@@ -520,8 +520,12 @@ def rnn(
     train: bool,
     rng: jax.Array | None,
 ) -> Any:
-    if use_sequence_length or lstm_state_clip_min is not None:
-        raise ValueError("RNN: use_sequence_length and lstm_state_clip_min are not supported")
+    if lstm_state_clip_min is not None:
+        raise ValueError("RNN: lstm_state_clip_min is not supported")
+    if use_sequence_length and mode != "lstm":  # which has no cells: the lengths are the fourth array
+        state_cell, sequence_length = None, state_cell
+    if use_sequence_length and sequence_length is None:
+        raise ValueError("RNN: use_sequence_length=True takes the lengths as the last array")
     if projection_size is not None and mode != "lstm":
         raise ValueError(f"RNN: projection_size is of mode lstm only, got mode {mode}")
     directions = 2 if bidirectional else 1
@@ -535,6 +539,9 @@ def rnn(
     states = [
         jnp.broadcast_to(array, (num_layers * directions, batch, width)).astype(data.dtype) for array, width in initial
     ]
+    # As with cuDNN, a sequence is as long as its length says, in both directions. MXNet's CPU reads no lengths.
+    steps = jnp.arange(data.shape[0])[:, None, None]
+    is_within = None if sequence_length is None else steps < sequence_length[None, :, None]
     weights = _unpack(parameters, _GATES[mode], inputs, state_size, num_layers, directions, projection_size)
     x, last, cell = data, [[] for _ in states], _cell(mode)
     for layer in range(num_layers):
@@ -542,7 +549,7 @@ def rnn(
             x = dropout(x, p=p, train=train, rng=None if rng is None else jax.random.fold_in(rng, layer))
         halves: list[jax.Array] = []
         for at in range(layer * directions, (layer + 1) * directions):
-            out, end = _direction(cell, x, weights[at], tuple(s[at] for s in states), at % directions == 1)
+            out, end = _direction(cell, x, weights[at], tuple(s[at] for s in states), at % directions == 1, is_within)
             halves.append(out)
             for of_layers, value in zip(last, end, strict=True):
                 of_layers.append(value)
@@ -556,17 +563,22 @@ def _direction(
     weights: _Weights,
     start: _Carry,
     reverse: bool,
+    is_within: jax.Array | None,
 ) -> tuple[jax.Array, _Carry]:
-    """One direction of one layer over all steps."""
+    """One direction of one layer over all steps. A step behind the end of a sequence gives 0, and keeps the state."""
     from_input, from_state, input_bias, state_bias, projection = weights
     # The input of all steps in one product, (steps, batch, gates * hidden). Only that of the state is in the loop.
     projected = x @ from_input.T[None] + input_bias[None, None]
 
-    def step(carry: _Carry, now: jax.Array) -> tuple[_Carry, jax.Array]:
-        carry = cell(carry, now, carry[0] @ from_state.T + state_bias[None])
+    def step(carry: _Carry, now: tuple[jax.Array, jax.Array | None]) -> tuple[_Carry, jax.Array]:
+        from_data, within = now
+        new = cell(carry, from_data, carry[0] @ from_state.T + state_bias[None])
         if projection is not None:
-            carry = (carry[0] @ projection.T, *carry[1:])
-        return carry, carry[0]
+            new = (new[0] @ projection.T, *new[1:])
+        if within is None:
+            return new, new[0]
+        kept = tuple(jnp.where(within, after, before) for after, before in zip(new, carry, strict=True))
+        return kept, jnp.where(within, new[0], 0)
 
-    end, out = lax.scan(step, start, projected, reverse=reverse)
+    end, out = lax.scan(step, start, (projected, is_within), reverse=reverse)
     return out, end

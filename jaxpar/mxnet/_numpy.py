@@ -265,10 +265,12 @@ def _random(
         rng: jax.Array | None,
         **given: float | None,
     ) -> jax.Array:
-        left = iter(values)
         # An array stands for a number that is not given, also where that has a default.
-        of_all = {**(dict.fromkeys(numbers) if values else numbers), **given}.values()
-        parameters = [next(left) if number is None else jnp.float32(number) for number in of_all]
+        of_all = {**(dict.fromkeys(numbers) if values else numbers), **given}
+        if len(values) != len(missing := [name for name, number in of_all.items() if number is None]):
+            raise ValueError(f"takes a number or an array for each of {[*numbers]}: {len(values)} arrays for {missing}")
+        left = iter(values)
+        parameters = [next(left) if number is None else jnp.float32(number) for number in of_all.values()]
         shape = jnp.broadcast_shapes(*(parameter.shape for parameter in parameters))
         shape = shape if size is None else (*size, *shape) if is_of_each else size
         key = checks.random_key(rng, "a random operator")
@@ -292,6 +294,8 @@ def _bernoulli(
     rng: jax.Array | None,
 ) -> jax.Array:
     number = values if values is not None else logit if is_logit else prob
+    if number is None:
+        raise ValueError(f"takes a number or an array for {'logit' if is_logit else 'prob'}")
     probability = jnp.asarray(number, jnp.float32)
     probability = jax.nn.sigmoid(probability) if is_logit else probability
     shape = probability.shape if size is None else size

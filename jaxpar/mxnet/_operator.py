@@ -38,6 +38,9 @@ class Operator:
     last: Last | None = None
     back: Back | None = None  # None: the shapes of its arrays do not follow from those of its outputs
     outputs: Callable[[Mapping[str, Any]], int] = lambda attrs: 1  # how many it gives, of all attributes
+    # Of a loop or a branch, of its attributes: of each graph inside of the node the places of its variables among the
+    # arrays of the node. `fn` is given the graphs as an attribute, `subgraphs`.
+    graphs: Callable[[Mapping[str, Any]], Sequence[tuple[int, ...]]] | None = None
 
     @functools.cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:

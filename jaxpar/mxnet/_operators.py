@@ -15,6 +15,7 @@ from jax import lax
 from . import (
     _arrays as arrays,
     _boxes as boxes,
+    _control as control,
     _elementwise as elementwise,
     _images as images,
     _layers as layers,
@@ -359,6 +360,10 @@ _NAMED: dict[str, Operator] = {
         for name, (function, arrays_of) in _DENSITIES.items()
     },
     "_random_pdf_dirichlet random_pdf_dirichlet": Operator(random.pdf_dirichlet),
+    **{
+        name: Operator(fn, back=back, outputs=lambda attrs: attrs["num_outputs"], graphs=graphs)
+        for name, (fn, back, graphs) in control.OPERATORS.items()
+    },
     "SequenceMask": Operator(arrays.sequence_mask),
     "SequenceLast": Operator(arrays.sequence_last),
     "SequenceReverse": Operator(arrays.sequence_reverse),

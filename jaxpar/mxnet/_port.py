@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dataclasses
 import importlib
 import inspect
 import itertools
 import keyword
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .._core import files
 from .._core.files import CheckpointError
 from . import _port_layers
+from ._control import LOCATIONS
+from ._graph import Graph, Node
 from ._layers import ACTIVATIONS
 from ._operators import ARITHMETIC
 from ._port_blocks import KEYWORD, POSITION, Line, Slot, Value, fold, free_name, functions_of
 from ._port_text import formatted, text_of
-from ._symbol import Model, load_symbol
+from ._symbol import Model, Subgraph, load_symbol
 
 _MOST_OUTPUTS = 10_000  # of a node
 _LONGEST_IDENTIFIER = 36  # two of them and an operator fit in a line
@@ -160,10 +163,12 @@ def port(
 
     # The nodes as lines. Operators that no line of JAX says are jaxpar's, or one's own.
     taken = dict.fromkeys(_RESERVED, 1)
-    lines, heads, rare = _lines_of(model, all_shapes, user_operators, taken)
-    lines = _needed(lines, heads)
-    forms = " ".join({line.form for line in lines})
-    rare = {op: name for op, name in rare.items() if f"{name}(" in forms}  # else of labels alone
+    shared = _Shared(user_operators, taken, any(map(_is_of_integers, _all_nodes(model.symbol))))
+    lines, heads = _lines_of(model, all_shapes, shared)
+    # The graphs inside of nodes are functions of the arrays of their node. The list grows by the graphs inside of them.
+    graphs = [(name, graph, *_lines_of(graph.model, {}, shared)) for name, graph in shared.graphs]
+    forms = " ".join({line.form for of_graph in (lines, *(each[2] for each in graphs)) for line in of_graph})
+    rare = {op: name for op, name in shared.rare.items() if f"{name}(" in forms}  # else of labels alone
     imports, assignments, own_functions = _rare_operators(rare, user_operators)
     taken |= dict.fromkeys(imports, 1)
 
@@ -172,8 +177,9 @@ def port(
     variables = [(number, node.name) for number, node in enumerate(model.symbol.nodes) if node.is_variable]
     inputs = {(n, 0): name for n, name in variables if (n, 0) in used and name not in model._arrays}
     functions, items = fold(lines, list(inputs), heads, taken)
+    graph_texts = [_texts_of_graph(*each, taken) for each in reversed(graphs)]  # the innermost first
     names = {value: _identifier(name, taken) for value, name in inputs.items()}
-    function_texts = functions_of(functions, items, names, heads)
+    function_texts = [*itertools.chain(*graph_texts), *functions_of(functions, items, names, heads)]
     copied = _copied("\n".join(function_texts))
     statistics = {name for name, kind in model._arrays.items() if kind == "aux"}
     _, by_ending = _port_layers.split(dict.fromkeys(model._arrays))
@@ -202,6 +208,18 @@ def port(
         load=inspect.getsource(_port_layers.load),
     )
     return "\n\n".join([formatted(module), *(f"{function}\n" for function in own_functions)])
+
+
+def _texts_of_graph(
+    name: str, graph: Subgraph, lines: list[Line], heads: Sequence[Value], taken: dict[str, int]
+) -> list[str]:
+    """The functions of a graph inside of a node. The last one takes the values of its variables."""
+    nodes = enumerate(graph.model.symbol.nodes)
+    inputs = {(number, 0): node.name for number, node in nodes if node.is_variable}
+    functions, items = fold(lines, list(inputs), heads, taken)
+    local = dict(taken)  # other functions may have such names too
+    names = {value: _identifier(of_value, local) for value, of_value in inputs.items()}
+    return functions_of(functions, items, names, heads, name)
 
 
 def _needed(lines: Sequence[Line], heads: Sequence[tuple[int, int]]) -> list[Line]:
@@ -329,19 +347,51 @@ def _copy_of(op: str, fn: Callable[..., Any], name: str) -> tuple[str, dict[str,
 # The nodes of a symbol as lines: which function of JAX, or of the written module, each of them calls.
 
 
-def _lines_of(
-    model: Model,
-    shapes: Mapping[str, tuple[int, ...]],
-    user_operators: Mapping[str, Callable[..., Any]],
-    taken: dict[str, int],
-) -> tuple[list[Line], tuple[Value, ...], dict[str, str]]:
-    """The lines of a network, its outputs, and the rare operators: {MXNet's name: name in the module}.
+@dataclasses.dataclass
+class _Shared:
+    """What all lines of a module have in common.
 
-    `shapes` are those of the arrays that no common layer makes, by name. Names of the module are added to `taken`.
+    Attributes:
+        taken: the names of the module, to which those of operators and graphs are added.
+        has_integers: plain arithmetic has other dtypes than MXNet's where arrays are integers.
+        rare: the names of rare operators by MXNet's.
+        graphs: those inside of nodes, by the names of their functions.
+    """
+
+    user_operators: Mapping[str, Callable[..., Any]]
+    taken: dict[str, int]
+    has_integers: bool
+    rare: dict[str, str] = dataclasses.field(default_factory=dict)
+    graphs: list[tuple[str, Subgraph]] = dataclasses.field(default_factory=list)
+
+    def text_of_graph(self, node: Node, graph: Subgraph) -> str:
+        """A graph as an argument of the operator that runs it."""
+        inside = (each.attrs.get("__subgraph_name__") for each in graph.model.symbol.nodes)  # as the script called it
+        name = _identifier(next(filter(None, inside), node.name), self.taken)
+        self.graphs.append((name, graph))
+        return f"part({', '.join(['net', name, *map(str, graph.places)])})"
+
+
+def _all_nodes(graph: Graph) -> Iterator[Node]:
+    for node in graph.nodes:
+        yield node
+        for subgraph in node.subgraphs:
+            yield from _all_nodes(subgraph)
+
+
+def _is_of_integers(node: Node) -> bool:
+    return any(word in node.attrs.get("dtype", "") for word in ("int", "bool"))
+
+
+def _lines_of(
+    model: Model, shapes: Mapping[str, tuple[int, ...]], shared: _Shared
+) -> tuple[list[Line], tuple[Value, ...]]:
+    """The lines of a network that its outputs need, and these outputs.
+
+    `shapes` are those of the arrays that no common layer makes, by name. What the lines call is added to `shared`.
     """
     nodes = model.symbol.nodes
     lines: list[Line] = []
-    rare: dict[str, str] = {}
     # A node that computes nothing here, such as `identity`, has no line: its output is that of the node before. And a
     # variable that is there twice is one value.
     same: dict[Value, Value] = {}
@@ -349,22 +399,21 @@ def _lines_of(
     outputs_used: dict[int, int] = {}  # how many outputs of each node are used, counted from the first
     for number, place in [*model.symbol.heads, *(value for node in nodes for value in node.inputs)]:
         outputs_used[number] = max(outputs_used.get(number, 1), place + 1)
-    # Plain arithmetic has other dtypes than MXNet's where arrays are integers.
-    has_integers = any("int" in node.attrs.get("dtype", "") or "bool" in node.attrs.get("dtype", "") for node in nodes)
     for number, node in enumerate(nodes):
         if node.is_variable:
             same[number, 0] = variables.setdefault(node.name, number), 0
             continue
         call = _Call(model, number, shapes, same)
-        is_common = node.op in _COMMON and not (has_integers and node.op in _OF_FLOATS)
-        is_common = is_common and node.op not in user_operators
+        is_common = node.op in _COMMON and not (shared.has_integers and node.op in _OF_FLOATS)
+        is_common = is_common and node.op not in shared.user_operators
         form = _COMMON[node.op](call) if is_common else None
         if form is None:
-            if node.op not in rare:
+            if node.op not in shared.rare:
                 word = re.sub(r"\W", "_", node.op.strip("_").lower(), flags=re.ASCII)
-                rare[node.op] = free_name(f"mx_{word}", taken)
-            count = min(outputs_used.get(number, 1), _MOST_OUTPUTS) if node.op in user_operators else 0
-            form = _rare(call, rare[node.op], count)
+                shared.rare[node.op] = free_name(f"mx_{word}", shared.taken)
+            count = min(outputs_used.get(number, 1), _MOST_OUTPUTS) if node.op in shared.user_operators else 0
+            graphs = call.attrs.get("subgraphs", ()) if call.operator.graphs else ()
+            form = _rare(call, shared.rare[node.op], count, [shared.text_of_graph(node, each) for each in graphs])
         else:
             count = 0
         if isinstance(form, str):
@@ -382,7 +431,7 @@ def _lines_of(
     for number, place in {*heads, *(value for line in lines for value in line.inputs)} - made:
         if not (node := nodes[number]).is_variable:
             raise CheckpointError(f"the symbol is damaged: {node} has no output {place}")
-    return lines, heads, rare
+    return _needed(lines, heads), heads
 
 
 def _line_of_array(name: str, shapes: Mapping[str, tuple[int, ...]], output: Value) -> Line:
@@ -576,11 +625,18 @@ def _plain(form: str, *attributes: str) -> Callable[[_Call], _Form]:
     return plain
 
 
-def _rare(call: _Call, name: str, outputs: int) -> str:
-    """A call of jaxpar's function, without labels; or of one's own, which gives so many outputs, or more."""
+def _rare(call: _Call, name: str, outputs: int, graphs: Sequence[str]) -> str:
+    """A call of jaxpar's function, without labels; or of one's own, which gives so many outputs, or more.
+
+    `graphs` are those inside of the node.
+    """
     places = [call.argument(place) for place in range(1 if call.operator.labels else len(call.refs))]
     more: list[str] = []  # attributes that are no names
+    if graphs:
+        places.append(f"subgraphs=({', '.join(graphs)}{',' * (len(graphs) == 1)})")
     for key, value in call.non_default.items():
+        if graphs and key in LOCATIONS:  # `part` has them
+            continue
         is_name = key.isidentifier() and not keyword.iskeyword(key)
         text = call.slot("value", key if is_name and not outputs else "value", value)
         if is_name:

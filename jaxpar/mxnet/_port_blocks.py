@@ -515,9 +515,13 @@ def _name_of(lines: Sequence[Line], inputs: Sequence[Value], outputs: Sequence[V
 
 
 def functions_of(
-    functions: Sequence[Block], items: Sequence[Line | Block], names: Mapping[Value, str], heads: Sequence[Value]
+    functions: Sequence[Block],
+    items: Sequence[Line | Block],
+    names: Mapping[Value, str],
+    heads: Sequence[Value],
+    name: str = "network",
 ) -> list[str]:
-    """The texts of the functions of a module, and of the network. Long statements are not wrapped yet."""
+    """The texts of the functions of a module, and of the network or a graph. Long statements are not wrapped yet."""
     texts: list[str] = []
     for function in functions:
         count = f": {function.count} times in the network."
@@ -528,7 +532,7 @@ def functions_of(
         parameters = ", ".join(["net", *names_of_inputs.values(), *_parameters(function)])
         texts.append("\n".join([f"def {function.name}({parameters}):", *_indented([f'"""{layers}{count}"""', *body])]))
     body = _written(items, names, heads, WIDTH - 4)
-    return [*texts, "\n".join([f"def network({', '.join(['net', *names.values()])}):", *_indented(body)])]
+    return [*texts, "\n".join([f"def {name}({', '.join(['net', *names.values()])}):", *_indented(body)])]
 
 
 def _parameters(function: Block) -> list[str]:

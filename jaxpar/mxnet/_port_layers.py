@@ -131,6 +131,16 @@ def with_statistics(net, found, *names):
     return outputs
 
 
+def part(net, function, *places):
+    """A graph inside of a node, of those of its arrays that are at these places."""
+
+    def of_arrays(*arrays, train, rng):
+        found = function(net._replace(rng=rng), *(arrays[place] for place in places))
+        return found if isinstance(found, tuple) else (found,)
+
+    return of_arrays
+
+
 def first_outputs(found, count):
     """The first outputs of an operator, which may give more."""
     found = found if isinstance(found, tuple) else (found,)

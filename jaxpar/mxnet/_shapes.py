@@ -49,7 +49,9 @@ def recurrent(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
     count = parameter_count(attrs["mode"], data[2], hidden, depth, directions, projection)
     cell = (depth * directions, data[1], hidden)
     state = (*cell[:2], hidden if projection is None else projection)
-    return {"parameters": (count,), "state": state, "state_cell": cell}
+    lengths = data[1:2] if attrs.get("use_sequence_length") else ()
+    fourth = {"state_cell": cell if attrs["mode"] == "lstm" else lengths}  # the lengths are behind the states
+    return {"parameters": (count,), "state": state, **fourth, "sequence_length": lengths}
 
 
 def deformable(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -28,6 +28,7 @@ from ._graph import (
     Difference,
     Graph,
     Node,
+    Table,
     check_shapes,
     first_difference,
     labels_of,
@@ -120,26 +121,17 @@ class Model:
         new_state = dict(self.state if state is None else state)
         statistics = {name for name, kind in self._arrays.items() if kind == "aux"}
         key = None if rng is None else checks.random_key(rng, "Model.apply: rng")
-        variables: dict[str, Any] = {**self._named(params, new_state), **inputs_by_name}
-        variables = {name: jnp.asarray(array) for name, array in variables.items()}
+        by_name: dict[str, Any] = {**self._named(params, new_state), **inputs_by_name}
+        by_name = {name: jnp.asarray(array) for name, array in by_name.items()}
         # In layout NHWC the arrays carry their axes with them, and are turned for operators that know MXNet's only.
         if self._kernels is not None:
-            variables |= {name: ops.wrap(variables[name], ops.KERNELS) for name in self._kernels}
-            variables |= {name: ops.wrap(variables[name], ops.IMAGES) for name in inputs_by_name}
-        values: list[Outputs] = []  # of the nodes so far
-        for number, node in enumerate(self.symbol.nodes):
-            if node.is_variable:
-                values.append((variables.get(node.name),))
-                continue
-            arrays = [self._output(values, i, k) for i, k in node.inputs]
-            outputs, new_statistics = self._run(number, arrays, train, key)
-            values.append(outputs)
-            # Running statistics are the last arrays that a node takes.
-            names = [self.symbol.nodes[i].name for i, _ in node.inputs[len(node.inputs) - len(new_statistics) :]]
-            new = zip(names, new_statistics, strict=True)
-            new_state.update((name, array) for name, array in new if name in statistics)
+            by_name |= {name: ops.wrap(by_name[name], ops.KERNELS) for name in self._kernels}
+            by_name |= {name: ops.wrap(by_name[name], ops.IMAGES) for name in inputs_by_name}
+        variables = [by_name.get(node.name) for node in self.symbol.nodes if node.is_variable]
+        outputs, new = self._run_all(variables, train, key)
+        new_state.update((name, array) for name, array in new.items() if name in statistics)
         to_user = ops.unwrap if self._kernels is None else ops.image
-        outputs = tuple(to_user(self._output(values, i, k)) for i, k in self.symbol.heads)
+        outputs = tuple(map(to_user, outputs))
         result = outputs[0] if len(outputs) == 1 else outputs
         return (result, new_state) if train else result
 
@@ -163,14 +155,8 @@ class Model:
             raise ValueError(f"Model.shapes: the network has no {_listed(unknown)}; its inputs are {list(self.inputs)}")
         shapes = {name: self._shape(name, shape, back=True) for name, shape in input_shapes.items()}
 
-        # Forwards from the inputs, and backwards from loss layers to their labels and from packed weights to those that
-        # are joined. What is inferred backwards may be what a node lacked, so until nothing more is inferred.
-        nodes, same = self.symbol.nodes, dict[Any, Outputs]()
-        count = -1
-        while len(shapes) > count:
-            count = len(shapes)
-            values = self._forward_shapes(shapes, same)
-            self._add_backward_shapes(shapes, values)
+        self._infer(shapes)
+        nodes = self.symbol.nodes
         for number in self._operators:
             for i, _ in nodes[number].inputs:
                 if i in self._needed and nodes[i].is_variable and nodes[i].name not in shapes:
@@ -285,12 +271,28 @@ class Model:
             marks |= {owners[name]: text for name, text in node.attrs.items() if name in owners}
         return marks
 
+    def _infer(self, shapes: dict[str, Shape]) -> None:
+        """Adds the shapes of variables that follow from those that are known."""
+        # Forwards from the inputs, and backwards from loss layers to their labels and from packed weights to those that
+        # are joined. What is inferred backwards may be what a node lacked, so until nothing more is inferred.
+        same = dict[Any, Outputs]()
+
+        def infer() -> None:
+            count = -1
+            while len(shapes) > count:
+                count = len(shapes)
+                values = self._forward_shapes(shapes, same)
+                self._add_backward_shapes(shapes, values)
+
+        jax.eval_shape(infer)  # one trace: to begin one for each node would take longer than the nodes
+
     def _forward_shapes(self, shapes: dict[str, Shape], same: dict[Any, Outputs]) -> list[Outputs]:
         """The outputs of all nodes as shapes and dtypes: none where an array is unknown. Adds shapes of variables.
 
         `same` are the outputs of nodes of one operator, of attributes and shapes: a network has many of each kind.
         """
         values: list[Outputs] = []
+        key = jax.random.key(0)
         for number, node in enumerate(self.symbol.nodes):
             if node.is_variable:
                 values.append(())
@@ -309,8 +311,9 @@ class Model:
             structs = tuple(None if a is None else (a.shape, a.dtype) for a in arrays)
             case = node.op, tuple(sorted(attrs.items())), variables, structs
             if case not in same:
-                run = functools.partial(self._run, number, train=False, key=jax.random.key(0))
-                same[case] = jax.eval_shape(lambda *a, run=run: run(a)[0], *arrays)
+                zeros = [None if a is None else jnp.zeros(a.shape, a.dtype) for a in arrays]
+                outputs, _ = self._run(number, zeros, train=False, key=key)
+                same[case] = tuple(jax.ShapeDtypeStruct(out.shape, out.dtype) for out in outputs)
             values.append(same[case])
         return values
 
@@ -337,8 +340,9 @@ class Model:
                 with _naming(node, ()):
                     by_slot = operator.shapes(of_inputs[0], attrs)
                 backwards = [None, *(by_slot.get(slot) for slot in operator.slots[1:])]
-            elif operator.back and number in inferred:
-                of_outputs = [inferred[number].get(k) for k in range(max(inferred[number]) + 1)]
+            elif operator.back and (number in inferred or operator.graphs):
+                known = inferred.get(number, {})
+                of_outputs = [known.get(k) for k in range(max(known, default=0) + 1)]
                 with _naming(node, ()):
                     backwards = operator.back(of_outputs, of_inputs, attrs)
                 if backwards == [None] and of_outputs[0] is not None:  # reshaped: the variable's file knows the others
@@ -353,6 +357,25 @@ class Model:
         if self.symbol.nodes[number].is_variable:
             return shapes.get(self.symbol.nodes[number].name)
         return values[number][place].shape if place < len(values[number]) else None
+
+    def _run_all(
+        self, variables: Sequence[Any], train: bool, key: jax.Array | None
+    ) -> tuple[Outputs, dict[str, jax.Array]]:
+        """The outputs of the network, of the values of its variables in the order of the file; and new statistics."""
+        values: list[Outputs] = []  # of the nodes so far
+        new_statistics: dict[str, jax.Array] = {}
+        left = iter(variables)
+        for number, node in enumerate(self.symbol.nodes):
+            if node.is_variable:
+                values.append((next(left),))
+                continue
+            arrays = [self._output(values, i, k) for i, k in node.inputs]
+            outputs, new = self._run(number, arrays, train, key)
+            values.append(outputs)
+            # Running statistics are the last arrays that a node takes.
+            names = [self.symbol.nodes[i].name for i, _ in node.inputs[len(node.inputs) - len(new) :]]
+            new_statistics.update(zip(names, new, strict=True))
+        return tuple(self._output(values, i, k) for i, k in self.symbol.heads), new_statistics
 
     def _is_unknown(self, number: int, arrays: Sequence[Any]) -> bool:
         """Whether a node is computed of a label that is not given."""
@@ -462,6 +485,35 @@ class Model:
         return jax.ShapeDtypeStruct(shapes[variable.name], jnp.float32)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Subgraph:
+    """A graph inside of a node, as a function of the arrays of the node.
+
+    Attributes:
+        model: the graph. All its variables are inputs.
+        places: of its variables among the arrays of the node.
+        weights: the places of those that it trains.
+    """
+
+    model: Model
+    places: tuple[int, ...]
+    weights: frozenset[int]
+
+    def __call__(self, *arrays: jax.Array, train: bool, rng: jax.Array | None) -> Outputs:
+        return self.model._run_all([arrays[place] for place in self.places], train, rng)[0]
+
+    def infer(self, shapes: Sequence[Shape | None]) -> list[Shape | None]:
+        """The shapes of the arrays of the node, as far as they follow from those that are known."""
+        names = [node.name for node in self.model.symbol.nodes if node.is_variable]
+        known = {name: shapes[place] for name, place in zip(names, self.places, strict=True)}
+        inferred = {name: shape for name, shape in known.items() if shape is not None}
+        self.model._infer(inferred)
+        found = list(shapes)
+        for name, place in zip(names, self.places, strict=True):
+            found[place] = inferred.get(name)
+        return found
+
+
 @no_such_arguments(FILE_ARGUMENTS)
 def load_symbol(
     symbol_file: str | os.PathLike[str],
@@ -503,6 +555,7 @@ def load_symbol(
         checks.choice(layout, "mxnet.load_symbol", "layout", ("NCHW", "NHWC"))
     path = files.as_path(symbol_file, "mxnet.load_symbol: symbol_file")
     graph, table = with_operators(path, read_graph(path), operators or {})
+    table = _with_subgraphs(path, graph, table, operators or {})
 
     # Which variables are params: those that the file has, and without a file those that an operator trains.
     statistics, weights, kernels = roles(graph, table)
@@ -538,6 +591,41 @@ def load_symbol(
         kinds,
         kernels,
     )
+
+
+def _with_subgraphs(path: Path, graph: Graph, table: Table, operators: Mapping[str, Callable[..., Any]]) -> Table:
+    """The table, with the graphs of loops and branches as functions."""
+    found = dict(table)
+    for number, (operator, attrs) in table.items():
+        if operator.graphs is None:
+            continue
+        node, places = graph.nodes[number], operator.graphs(attrs)
+        if len(node.subgraphs) != len(places):
+            raise CheckpointError(f"{path} is damaged: {node} has {len(node.subgraphs)} graphs, not {len(places)}")
+        subgraphs = [_subgraph(path, node, *each, operators) for each in zip(node.subgraphs, places, strict=True)]
+        if len(subgraphs[-1].model.outputs) != attrs.get("num_outputs"):
+            raise CheckpointError(f"{path} is damaged: {node} has other outputs than its graph")
+        found[number] = operator, {**attrs, "subgraphs": tuple(subgraphs)}
+    return found
+
+
+def _subgraph(
+    path: Path, node: Node, graph: Graph, places: tuple[int, ...], operators: Mapping[str, Callable[..., Any]]
+) -> Subgraph:
+    graph, table = with_operators(path, graph, operators)
+    table = _with_subgraphs(path, graph, table, operators)
+    names = tuple(node.name for node in graph.nodes if node.is_variable)
+    if not len(names) == len({*names}) == len(places) or not all(0 <= place < len(node.inputs) for place in places):
+        raise CheckpointError(f"{path} is damaged: a graph of {node} takes {len(names)} arrays, of the places {places}")
+    statistics, weights, _ = roles(graph, table)
+    if statistics:
+        raise ValueError(f"{path}: {node} has running statistics inside, {_listed(statistics)}, which are not read")
+    check_shapes(path, graph, table, names)
+    trained = frozenset(place for name, place in zip(names, places, strict=True) if name in weights)
+    model = Model(
+        {}, {}, names, output_names(graph), graph, table, needed_nodes(graph, table, graph.heads), {}, {}, None
+    )
+    return Subgraph(model, places, trained)
 
 
 @no_such_arguments(FILE_ARGUMENTS)

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from records import write
+from symbols import node, symbol_of
 
 from jaxpar import mxnet
 
@@ -72,3 +73,15 @@ def test_other_shapes_and_numbers_that_are_none(load):
     assert (found.name, found.max_abs) == ("_mul0", np.inf)
     arrays = load.arrays | {"dense_output": np.full_like(load.arrays["dense_output"], np.nan)}
     assert load().compare(arrays).name == "dense"
+
+
+def test_outputs_that_mxnet_calls_by_other_words(tmp_path):
+    inputs = [node("null", "x"), node("null", "y")]
+    path = symbol_of(tmp_path, *inputs, node("_npi_matmul", "product", 0, 1), node("relu", "last", 2))
+    model, x = mxnet.load_symbol(path), np.eye(2, dtype=np.float32)
+    reference = {"x": x, "y": x, "product_out": x + 1, "last_output": x + 1}
+    assert model.compare(reference).name == "product"
+    assert model.compare(reference | {"product_out": x, "last_output": x}) is None
+    layer = node("LayerNorm", "norm", 0, 1, 2, output_mean_var=True)
+    norm = symbol_of(tmp_path, *inputs, node("null", "z"), layer, heads=[[3, 0, 0], [3, 2, 0]])
+    assert mxnet.load_symbol(norm).outputs == ("norm_output", "norm_std")

@@ -251,7 +251,8 @@ def test_what_is_refused(case, on):
 
 
 Z = [0.0, -0.0, 1, -1]
-IMAGE, RANDOM = jnp.ones((1, 1, 2, 2)), {"train": True, "rng": jax.random.key(0)}
+IMAGE, KEY = jnp.ones((1, 1, 2, 2)), jax.random.key(0)
+RANDOM = {"train": True, "rng": KEY}
 # What MXNet 1.9.1 refuses too, but for `use_length`, `infer_range` and the lengths of an RNN, which has no effect on
 # its CPU.
 OPERATORS = [
@@ -288,9 +289,17 @@ OPERATORS = [
     ("_arange", [], {"start": 2.0, "stop": None, "infer_range": True}, ["infer_range=True"]),
     ("RNN", [jnp.ones((1, 1, 1)), jnp.ones(8), jnp.ones((1, 1, 1))],
      {"mode": "elman", "state_size": 1, "num_layers": 1, **RANDOM}, ["'elman'", "rnn_relu, rnn_tanh, lstm, gru"]),
-    ("RNN", [jnp.ones((3, 2, 1)), jnp.ones(10), jnp.ones((1, 2, 2)), None, [2, 3]],
-     {"mode": "rnn_tanh", "state_size": 2, "num_layers": 1, "use_sequence_length": True, **RANDOM},
-     ["use_sequence_length"]),
+    ("RNN", [jnp.ones((3, 2, 1)), jnp.ones(32), *[jnp.ones((1, 2, 2))] * 2],
+     {"mode": "lstm", "state_size": 2, "num_layers": 1, "use_sequence_length": True, **RANDOM},
+     ["use_sequence_length", "lengths"]),
+    ("RNN", [jnp.ones((1, 1, 1)), jnp.ones(16), *[jnp.ones((1, 1, 1))] * 2],
+     {"mode": "lstm", "state_size": 1, "num_layers": 1, "lstm_state_clip_min": -1.0, **RANDOM},
+     ["lstm_state_clip_min"]),
+    ("_npi_uniform", [], {"low": 0.0, "size": (2,), "rng": KEY}, ["['low', 'high']", "0 arrays for ['high']"]),
+    ("_npi_normal_n", [Z], {"size": (2,), "rng": KEY}, ["1 arrays for ['loc', 'scale']"]),
+    ("_npi_pareto", [Z, Z], {"size": (2,), "rng": KEY}, ["2 arrays for ['a']"]),
+    ("_npi_bernoulli", [], {"is_logit": False, "size": (2,), "rng": KEY}, ["a number or an array", "prob"]),
+    ("_npi_bernoulli", [], {"is_logit": True, "prob": 0.5, "size": (2,), "rng": KEY}, ["logit"]),
     ("RNN", [jnp.ones((1, 1, 1)), jnp.ones(8), jnp.ones((1, 1, 1))],
      {"mode": "gru", "state_size": 1, "num_layers": 1, "projection_size": 1, **RANDOM},
      ["projection_size", "lstm", "gru"]),

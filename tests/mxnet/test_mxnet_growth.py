@@ -109,13 +109,15 @@ def test_port_and_load_symbol(name, tmp_path):
     assert port_twice < MOST * port
 
 
-def test_shapes_of_equal_nodes_are_found_once(tmp_path, monkeypatch):
-    evaluate, counts = jax.eval_shape, []
+def test_shapes_of_equal_nodes_are_found_once_in_one_trace(tmp_path, monkeypatch):
+    evaluate, run, counts = jax.eval_shape, mxnet.Model._run, []
     for steps in (4, 8):
-        found = []
-        monkeypatch.setattr(jax, "eval_shape", lambda *a, found=found: found.append(a) or evaluate(*a))
+        found, traces = [], []
+        monkeypatch.setattr(mxnet.Model, "_run", lambda *a, f=found, **k: f.append(a) or run(*a, **k))
+        monkeypatch.setattr(jax, "eval_shape", lambda *a, traces=traces: traces.append(a) or evaluate(*a))
         model = mxnet.load_symbol(symbol_of(tmp_path, *language_model(steps)))
         shapes = model.shapes(data=(3, steps))
         assert shapes["l0_h2h_weight"] == (32, 8)
+        assert len(traces) == 1
         counts.append(len(found))
     assert counts[0] == counts[1] < 30

@@ -26,6 +26,7 @@ TRAINED = [
     *("pool lp full True pad", "pool avg full False pad", "up nearest", "unary hard_sigmoid", "log_softmax default"),
     *("smooth l1", "activation softmax channel"),
 ]
+LOOPS = ["foreach cell", "foreach nested", "while ends", "cond layers else"]
 COMPUTED_ONCE = [
     *("nms background", "matching set", "target padded", "detection default", "encode", "decode", "Proposal"),
     *("roi align ratio", "correlation set", "deformable plain", "sampler", "grid affine"),
@@ -91,6 +92,10 @@ OTHERS_TRAINED = in_dozens([name for name in OPERATORS if name not in TRAINED])
 @pytest.mark.parametrize("names", mostly_slow([TRAINED, *OTHERS_TRAINED], TRAINED), ids=lambda names: names[0])
 def test_they_compute_what_mxnet_computes(names, tmp_path):
     compare(names, tmp_path)
+
+
+def test_loops_and_branches_compute_what_mxnet_computes(tmp_path):
+    compare(LOOPS, tmp_path)
 
 
 def test_boxes_images_and_losses_compute_what_mxnet_computes(tmp_path):
@@ -281,6 +286,18 @@ def test_the_gradient_of_turned_regions():
     grad = jax.jit(jax.grad(lambda images: pool(images, regions).sum()))(images)
     np.testing.assert_allclose(grad.sum((0, 2, 3)), [12, 12], rtol=1e-5)
     assert (grad[0, :, 0] == 0).all()  # far from both
+
+
+def test_the_gradient_of_boxes_that_are_encoded_and_decoded_is_0_as_in_mxnet():
+    """Those of SSD's detections are no way to its convolutions. MXNet 1.9.1 has `MakeZeroGradNodes` there."""
+    decode, encode = mxnet.operator("_contrib_box_decode"), mxnet.operator("_contrib_box_encode")
+    boxes = jnp.array([[[0.1, 0.2, 0.5, 0.7], [0.3, 0.1, 0.9, 0.4]]])
+    grads = jax.grad(lambda *arrays: decode(*arrays).sum(), argnums=(0, 1))(boxes, boxes)
+    ones, places = jnp.ones((1, 2)), jnp.array([[1.0, 0]])
+    grads += jax.grad(lambda *a: encode(ones, places, *a, jnp.zeros(4), jnp.ones(4))[0].sum(), argnums=(0, 1))(
+        boxes, boxes
+    )
+    assert all((grad == 0).all() for grad in grads)
 
 
 def test_suppression_keeps_no_matrix_of_all_pairs_of_boxes():
