@@ -162,6 +162,8 @@ def _read_by_optimizer(net: Net) -> set[int]:
     gradients = [draft for draft in net.layers if draft.op.endswith(BACKWARD)]
     updates = {draft.at for draft in net.layers if draft.op in OPTIMIZERS}
     sources = {at: read_ats - updates for at, read_ats in net.sources().items()}
+    for source, target, _ in net.carries:  # what a pass of a loop makes reaches a gradient in a later pass
+        sources.setdefault(target, set()).add(source)
     reached = reach((end.at for draft in gradients for end in (draft, draft.layer)), sources)
     read: dict[bool, set[int]] = {True: set(), False: set()}  # by what reaches a gradient, and by what does not
     for draft in net.drafts:

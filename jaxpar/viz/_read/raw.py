@@ -37,6 +37,7 @@ class Value:
     # of what goes into a loop or a map over devices, -1, and of what comes out, 1, where its shape changes there
     crosses: int = 0
     number: Any = None  # what it is everywhere, where XLA knows that while it compiles
+    turns: bool = False  # whether it is a view of one pass of a loop, and another array in other passes
 
     @property
     def argument(self) -> str:
@@ -207,12 +208,16 @@ def mark_view(raw: Raw, eqn: Eqn) -> None:
 def _case(raw: Raw, value: int) -> object:
     """What two equal cases of a choice have in common: their number, or the array that `stop_gradient` was given.
 
-    Other views, such as a transpose, are other arrays.
+    A nested jaxpr has names of its own for what it is given. Other views, such as a transpose, are other arrays.
     """
     if (number := raw.of(value).number) is not None:
         return "number", number.item()
-    while (made := raw.values[value].producer) is not None and raw.eqns[made].prim == "stop_gradient":
-        value = raw.eqns[made].ins[0]
+    while not (view := raw.values[value]).turns and not view.crosses:
+        if view.producer is not None and raw.eqns[view.producer].prim != "stop_gradient":
+            break
+        if view.root == value:
+            break
+        value = view.root
     return value
 
 
