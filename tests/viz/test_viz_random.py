@@ -140,9 +140,8 @@ def test_a_number_that_goes_into_or_out_of_a_map_over_devices_is_not_known():
 
     def fn(p, x):
         ones = jnp.ones_like(p["a"])
-        inside, one = jax.shard_map(
-            lambda x, one: (x * one, one), mesh=mesh, in_specs=(P(), P()), out_specs=(P(), P())
-        )(p["a"], ones)
+        specs = {"in_specs": (P(), P()), "out_specs": (P(), P())}
+        inside, one = jax.shard_map(lambda x, one: (x * one, one), mesh=mesh, **specs)(p["a"], ones)
         return inside * one + p["b"] * ones
 
     assert faults_of(fn, PARAMS, X) == []
