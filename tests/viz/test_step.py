@@ -306,6 +306,9 @@ def test_the_padding_of_rows_is_no_param(engine):
     assert [layer.params for layer in plot.step.layers if layer.params] == [18]
     assert plot.step.total_params == 18
     assert "18 params" in m.words(plot)
+    graph = viz.trace(made, state, np.ones((8, 5), np.float32))
+    assert graph.total_params == sum(node.params for node in graph.nodes) == 18
+    assert sum(weight.params for weight in graph.weights if ".values[" in weight.name) == 18
 
 
 def test_sums_before_a_transform_are_each_of_its_layer():

@@ -87,7 +87,7 @@ def set_sizes(net: Net) -> None:
         forward=sum(output_bytes(net, draft) for draft in net.layers if not draft.op.endswith(BACKWARD)),
         backward=sum(output_bytes(net, draft) for draft in net.layers if draft.op.endswith(BACKWARD)),
         trained=frozenset(raw.values[weight].name for weight in trained(raw, params)),
-        unused=sum(math.prod(value.shape) for value in unused if not (value.captured or value.state)),
+        unused=sum(value.elements for value in unused if not (value.captured or value.state)),
         state=_bytes(raw, state),
     )
 

@@ -137,6 +137,7 @@ class _Reader:
         number = self.new_value(aval, argument.kind, argument.name)
         value = self.raw.values[number]
         value.path, value.state, value.group = argument.path, argument.state, argument.group
+        value.padding = argument.padding
         return number
 
     def add_constants(self, env: dict[Any, int], closed: Jaxpr) -> None:

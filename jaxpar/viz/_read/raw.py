@@ -33,6 +33,7 @@ class Value:
     path: tuple[str, ...] = ()  # of an argument: its modules and its own name
     state: bool = False  # whether it is a weight that no optimizer trains
     group: str = ""  # of an argument: the name of the tree that it is a leaf of
+    padding: int = 0  # of an argument: how many of its elements are none of the param
     captured: bool = False  # whether the function captured it
     # of what goes into a loop or a map over devices, -1, and of what comes out, 1, where its shape changes there
     crosses: int = 0
@@ -43,6 +44,11 @@ class Value:
     def argument(self) -> str:
         """The argument that it is or is a leaf of."""
         return self.group or self.name
+
+    @property
+    def elements(self) -> int:
+        """The number of its elements, without a padding."""
+        return math.prod(self.shape) - self.padding
 
 
 @dataclass(slots=True)

@@ -18,7 +18,6 @@ from ..._core.arrays import PyTree
 from .._graph import BACKWARD
 from .._layout.net import Draft
 from .._program.hlo import Program
-from .._read.libraries import is_store
 from .._searches import reach
 from .graph import Phase, StepArgument, StepEdge
 from .phases import changes_params
@@ -136,18 +135,6 @@ def _argument(name: str, leaf: object, sharding: object, inside: Mapping[str, tu
     axes_of = [*sharding.spec, *(None for _ in shape)][: len(shape)]
     spec = tuple("+".join(map(str, axes)) if isinstance(axes, tuple) else str(axes or "") for axes in axes_of)
     return StepArgument(name, shape, dtype, tuple(sharding.shard_shape(shape)), spec)
-
-
-def padding_of(names: list[str], args: PyTree) -> dict[str, int]:
-    """How many elements of an argument are padding: a store of kind "sharded" cuts a value into rows of one length."""
-    padding: dict[str, int] = {}
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args)]
-    for start, store in jax.tree_util.tree_leaves_with_path(args, is_leaf=is_store):
-        for key, layout in store.layouts if is_store(store) else ():
-            values = (*start, jax.tree_util.GetAttrKey("values"), jax.tree_util.DictKey(key))
-            if layout.sharding is None:
-                padding[names[paths.index(values)]] = store.values[key].size - math.prod(layout.shape)
-    return padding
 
 
 def spec_from_shapes(shape: tuple[int, ...], local: tuple[int, ...], mesh: Mapping[str, int]) -> tuple[str, ...] | None:
