@@ -15,6 +15,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import jax
+import numpy as np
 
 from ..._core.arrays import PyTree, is_prng_key
 from ..._core.text import describe
@@ -236,7 +237,8 @@ def _argument(bound: Bound, leaf: _Leaf, stores: Sequence[tuple[int, Any]]) -> A
     entries, shape = in_store(path, stores)
     shown = path_of(role.name, entries) if weight and not flat else ()
     # The last two axes are the rows. Those before are of a stack of stores, as `jax.vmap` takes one.
-    padding = math.prod(value.shape) - math.prod((*value.shape[:-2], *shape)) if shape is not None else 0
+    rows = np.shape(value)
+    padding = math.prod(rows) - math.prod((*rows[:-2], *shape)) if shape is not None else 0
     return Argument(name, shown, "weight" if weight else "input", state, "" if role.bare else role.name, padding)
 
 

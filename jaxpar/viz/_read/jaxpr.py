@@ -256,7 +256,7 @@ class _Reader:
             shown = self.unknown_number(value) if region.loop or region.maps else value
             env[var] = self.new_value(var.aval, root=shown)
             self.raw.values[env[var]].crosses = int(self.changes_shape(env[var]))
-            self.raw.values[env[var]].turns = region.loop
+            self.raw.values[env[var]].of_a_pass = region.loop
 
     def add_condition(self, condition: Jaxpr, results: Sequence[int], times: int) -> None:
         """Add the cost of the condition of a loop to what the loop computes. It is not drawn."""
@@ -271,7 +271,7 @@ class _Reader:
         first, number, root = self.raw.values[value], len(self.raw.values), value
         if self.raw.of(value).kind in ("const", "literal"):
             self.raw.first_pass[number], root = value, number
-        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, "op", root, turns=True))
+        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, "op", root, of_a_pass=True))
         return number
 
     def counter(self, value: int) -> int:
@@ -279,7 +279,7 @@ class _Reader:
         first, number = self.raw.values[value], len(self.raw.values)
         constant = self.raw.of(value).kind in ("const", "literal")
         kind, root = ("const", number) if constant else ("op", value)
-        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, kind, root, turns=True))
+        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, kind, root, of_a_pass=True))
         return number
 
     def unknown_number(self, value: int) -> int:
@@ -364,7 +364,7 @@ def _while(eqn: jex.JaxprEqn) -> Region:
     operands = range(eqn.params["cond_nconsts"], len(eqn.invars))
     carried, carry_at = len(body.jaxpr.outvars), eqn.params["body_nconsts"]
     scope = Scope("while", "region")
-    return Region(scope, body, 1, True, False, carried, operands, carry_at, condition)
+    return Region(scope, body, loop=True, carried=carried, operands=operands, carry_at=carry_at, condition=condition)
 
 
 def counters_of(region: Region) -> set[int]:

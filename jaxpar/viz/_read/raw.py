@@ -38,7 +38,7 @@ class Value:
     # of what goes into a loop or a map over devices, -1, and of what comes out, 1, where its shape changes there
     crosses: int = 0
     number: Any = None  # what it is everywhere, where XLA knows that while it compiles
-    turns: bool = False  # whether it is a view of one pass of a loop, and another array in other passes
+    of_a_pass: bool = False  # whether it shows what one pass of a loop is given or makes, and others do not
 
     @property
     def argument(self) -> str:
@@ -218,10 +218,8 @@ def _case(raw: Raw, value: int) -> object:
     """
     if (number := raw.of(value).number) is not None:
         return "number", number.item()
-    while not (view := raw.values[value]).turns and not view.crosses:
+    while (view := raw.values[value]).root != value and not (view.of_a_pass or view.crosses):
         if view.producer is not None and raw.eqns[view.producer].prim != "stop_gradient":
-            break
-        if view.root == value:
             break
         value = view.root
     return value
