@@ -311,6 +311,41 @@ def test_the_padding_of_rows_is_no_param(engine):
     assert sum(weight.params for weight in graph.weights if ".values[" in weight.name) == 18
 
 
+@pytest.mark.parametrize("outer", [None, pytest.param(optax.sgd(0.7), marks=pytest.mark.slow)])
+def test_the_end_of_a_round_of_local_steps_is_one_box_with_a_name(outer):
+    """It was "cond", "sub" and "sub", and the psum of the params was one of gradients."""
+    options = {"devices": jax.devices()[:4], "local_steps": 3, "outer_optimizer": outer}
+    state, made = train.start(arguments()[0], optax.adam(0.1), lambda p, batch, rng: (loss_fn(p, batch), {}), **options)
+    plot = viz.plot_step(made, state, arguments()[2])
+    name = "mean of params every 3 steps" if outer is None else "outer update every 3 steps"
+    assert [one.name for one in plot.step.optimizers] == ["Adam", name]
+    sends = {(one.phase, one.layers) for one in plot.step.collectives if one.bytes > 4}
+    assert sends == {("optimizer", (name,))}
+    edges = [(edge.source, edge.target) for edge in plot.step.edges if edge.phase in ("gradients", "optimizer")]
+    assert sorted(edges) == sorted([*((f"layer{number}", "Adam") for number in range(LAYERS)), ("Adam", name)])
+    assert name in m.words(plot)
+    returned = [line for line in plot.source.splitlines() if "the new parameters" in line]
+    assert len(returned) == 1
+    assert returned[0].strip().startswith(f'"{name}" -> "parameters"')
+
+
+def test_params_that_are_gathered_behind_an_update_are_no_gradients():
+    """ZeRO by hand: each device updates its share of a weight, and then gathers the others."""
+
+    def local(p, x):
+        grads = jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p) ** 2))(p)
+        share = jax.lax.psum_scatter(grads, "data", tiled=True)
+        own = jax.lax.dynamic_slice_in_dim(p, jax.lax.axis_index("data") * 16, 16)
+        updates, _ = TX.update(share, TX.init(own), own)
+        return jax.lax.all_gather(optax.apply_updates(own, updates), "data", tiled=True)
+
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    step = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+    graph = viz.trace_step(step, np.ones((WIDTH, WIDTH), np.float32), np.ones((32, WIDTH), np.float32))
+    phases = {one.kind: one.phase for one in graph.collectives}
+    assert phases == {"reduce-scatter": "gradients", "all-gather": "optimizer"}
+
+
 def test_sums_before_a_transform_are_each_of_its_layer():
     """Kind "sharded" gathers what it has summed for `grad_transform`, which reads the gradients of all layers."""
     options = {"kind": "sharded", "grad_transform": optax.clip_by_global_norm(1.0), "devices": jax.devices()[:4]}

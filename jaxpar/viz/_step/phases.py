@@ -13,8 +13,10 @@ from .._draw import style
 from .._fold.calls import OPTIMIZERS
 from .._fold.cells import COLLECTIVES
 from .._graph import BACKWARD, Node
+from .._layout.collapse import close_scopes
 from .._layout.net import Draft, Net
 from .._read.raw import Raw
+from .._scopes import Path, paths_of
 from .._searches import reach, readers
 from .graph import Phase, StepLayer
 
@@ -37,6 +39,8 @@ class Phases:
     glue: list[Draft] = field(default_factory=list)  # collectives and copies, which only hand gradients on
     of: dict[int, Phase] = field(default_factory=dict[int, Phase])  # of each draft
     row_of: dict[int, Row] = field(default_factory=dict)  # of each forward and backward draft
+    # Each closed condition behind an update, such as the mean of the params every few steps, and that update.
+    conditions: dict[int, int] = field(default_factory=dict)
     gathers: dict[int, list[Row]] = field(default_factory=dict)  # what only gathers params: the layers that read it
     metrics: dict[str, list[int]] = field(default_factory=dict)  # each result that is no new state: its layers
 
@@ -75,10 +79,18 @@ def phases_of(net: Net) -> Phases:
         phases.gathers[draft.at] = list({row.draft.at: row for row in rows}.values())
         for row in rows[:1] if draft.weights else ():
             row.gathered.append(draft)
+    parts = {draft.at for draft in net.layers if draft.weights and phases.of[draft.at] == "optimizer"} - after
     for draft in (draft for draft in net.layers if phases.of[draft.at] == "optimizer"):
-        # What hands gradients on to an optimizer reads no parameters and returns no new state, or is a collective.
+        # What hands gradients on to an optimizer reads no parameters and returns no new state, or is a collective. An
+        # optimizer of shares reads a part of a param, and what it returns may be gathered.
+        reads_part = not parts.isdisjoint(sources.get(draft.at, ()))
         hands_on = draft.at in after and not draft.weights and all(name in results for name in draft.outputs)
+        hands_on = hands_on and not (draft.op in OPTIMIZERS and reads_part)
         (phases.glue if draft.op in COLLECTIVES or hands_on else phases.optimizers).append(draft)
+    closed = [draft for draft in phases.optimizers if _is_condition(net.raw, draft)]
+    for draft in phases.optimizers if closed else ():
+        behind = reach([draft.at], readers_of) if _is_update(draft) else set[int]()
+        phases.conditions |= {one.at: draft.at for one in closed if one.at in behind}
     # A metric may pass a sum over the devices, which packs it with others. So its layers are all that reach the sum.
     updated = {draft.at for draft in phases.optimizers}
     above = {at: {} if at in phases.row_of or at in updated else read for at, read in sources.items()}
@@ -93,6 +105,37 @@ def phases_of(net: Net) -> Phases:
         sorted(phases.metrics.items(), key=lambda metric: metric[0] != "loss")
     )  # the loss comes first
     return phases
+
+
+def close_conditions(net: Net) -> None:
+    """Close each condition that only reads what an optimizer has updated, such as the mean of the params of a round.
+
+    A scope around it alone names it.
+    """
+    readers_of = readers(net.sources())
+    updates = {draft.at for draft in net.layers if _is_update(draft)}
+    goals = updates | {draft.at for draft in net.layers if draft.op.endswith(BACKWARD)}
+    inside: dict[Path, list[Draft]] = {}
+    for draft in net.layers:
+        for path in paths_of(draft.scope):
+            inside.setdefault(path, []).append(draft)
+    closed = set[Path]()
+    for path, drafts in inside.items():
+        parts = (draft.scope[len(path) - 1 :] for draft in drafts)
+        if all(any(part.is_region and part.name == "cond" for part in scope) for scope in parts):
+            ats = {draft.at for draft in drafts}
+            is_last = goals.isdisjoint(reach(ats, readers_of) - ats)
+            if is_last and not ats.isdisjoint(reach(updates - ats, readers_of)):
+                closed.add(path)
+    close_scopes(net, closed)
+
+
+def _is_condition(raw: Raw, draft: Draft) -> bool:
+    return draft.layers > 1 and any(raw.eqns[number].prim == "cond" for number in draft.eqns)
+
+
+def _is_update(draft: Draft) -> bool:
+    return style.is_update(Node(draft.op, draft.op, draft.detail))
 
 
 def changes_params(box: Draft | StepLayer, params: Set[int] | Set[str]) -> bool:

@@ -32,7 +32,7 @@ from .._trace import all_layers, close
 from .edges import arguments_of, device_count, edges_of, mesh_of
 from .gathered import read_as_params
 from .graph import StepGraph, StepLayer, StepPart
-from .phases import Row, phases_of
+from .phases import Row, close_conditions, phases_of
 from .places import Places
 from .profile import Profile, check_profile, seconds_of
 from .sent import Placing
@@ -292,7 +292,9 @@ def _traced(
             raise
         raise _failure(step, args, "traced", error) from error
     read_as_params(raw)
-    return all_layers(raw, repeats, rules)
+    net = all_layers(raw, repeats, rules)
+    close_conditions(net)
+    return net
 
 
 def _compiled(step: Callable[..., Any], args: tuple[Any, ...]) -> jax.stages.Compiled:
