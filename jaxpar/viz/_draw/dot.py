@@ -22,7 +22,6 @@ from .look import (
     clusters,
     drawn,
     is_to_update,
-    join_carries as join_carries,
     layer_of,
     named_edges,
     without_residuals,

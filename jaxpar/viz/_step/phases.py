@@ -134,8 +134,8 @@ def _is_condition(raw: Raw, draft: Draft) -> bool:
     return draft.layers > 1 and any(raw.eqns[number].prim == "cond" for number in draft.eqns)
 
 
-def _is_update(draft: Draft) -> bool:
-    return style.is_update(Node(draft.op, draft.op, draft.detail))
+def _is_update(box: Draft | StepLayer) -> bool:
+    return style.is_update(Node(box.op, box.op, box.detail))
 
 
 def changes_params(box: Draft | StepLayer, params: Set[int] | Set[str]) -> bool:
@@ -143,8 +143,7 @@ def changes_params(box: Draft | StepLayer, params: Set[int] | Set[str]) -> bool:
 
     The codes of compressed gradients, in kind "sharded" an array for each gradient, read no params.
     """
-    is_update = style.is_update(Node(box.op, box.op, box.detail))
-    return is_update and (box.op in OPTIMIZERS or not params.isdisjoint(box.weights))
+    return _is_update(box) and (box.op in OPTIMIZERS or not params.isdisjoint(box.weights))
 
 
 def _gathers(net: Net, sources: Mapping[int, Iterable[int]], readers_of: Mapping[int, Iterable[int]]) -> set[int]:
