@@ -329,6 +329,33 @@ def test_the_end_of_a_round_of_local_steps_is_one_box_with_a_name(outer):
     assert returned[0].strip().startswith(f'"{name}" -> "parameters"')
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"compression": {"type": "2bit", "threshold": 0.5}}, {"nonfinite": "skip"}])
+def test_the_end_of_a_round_is_one_box_with_other_options_too(options):
+    """The residuals of compressed params are in a scope of their own, and what skips a step comes behind the round."""
+    options = {"devices": jax.devices()[:4], "local_steps": 3, **options}
+    state, made = train.start(arguments()[0], optax.adam(0.1), lambda p, batch, rng: (loss_fn(p, batch), {}), **options)
+    graph = viz.trace_step(made, state, arguments()[2])
+    assert [one.name for one in graph.optimizers][:2] == ["Adam", "mean of params every 3 steps"]
+    assert not any(one.name.startswith(("cond", "sub", "mean")) for one in graph.optimizers[2:])
+    assert [(edge.source, edge.target) for edge in graph.edges if edge.phase == "optimizer"] == [
+        ("Adam", "mean of params every 3 steps")
+    ]
+
+
+def test_two_conditions_behind_an_update_are_two_boxes():
+    def step(params, opt_state, batch, number):
+        params, opt_state, _ = globals()["step"](params, opt_state, batch)
+        often = jax.lax.cond(number % 2 == 0, lambda p: jax.tree.map(jnp.tanh, p), lambda p: p, params)
+        seldom = jax.lax.cond(number % 9 == 0, lambda p: jax.tree.map(lambda w: w * 2 + 1, p), lambda p: p, params)
+        return often, seldom, opt_state
+
+    graph = viz.trace_step(step, *arguments(), np.int32(1))
+    conditions = [edge.target for edge in graph.edges if edge.phase == "optimizer"]
+    assert sorted(conditions) == ["cond", "cond 2"]
+    assert {edge.source for edge in graph.edges if edge.phase == "optimizer"} == {"SGD"}
+
+
 def test_params_that_are_gathered_behind_an_update_are_no_gradients():
     """ZeRO by hand: each device updates its share of a weight, and then gathers the others."""
 

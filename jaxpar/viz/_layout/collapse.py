@@ -34,11 +34,6 @@ def collapse_scopes(net: Net, depth: int) -> None:
     _close(net, {path for path in _paths(net) if len(path) <= depth})
 
 
-def close_scopes(net: Net, closed: Container[Path]) -> None:
-    """Merge these scopes."""
-    _close(net, {path for path in _paths(net) if path not in closed})
-
-
 def _paths(net: Net) -> list[Path]:
     """All scopes, in the order of their first layers."""
     return list(dict.fromkeys(path for draft in net.drafts for path in paths_of(draft.scope)))
@@ -51,10 +46,15 @@ def _close(net: Net, is_open: Container[Path]) -> None:
         closed = next((path for path in paths_of(draft.scope) if path not in is_open), None)
         if closed is not None:
             groups.setdefault((closed, draft.forward is not None), []).append(draft)
+    close_groups(net, list(groups.items()))
+
+
+def close_groups(net: Net, groups: list[_Closing]) -> None:
+    """Merge the drafts of each group, so that what they become has no circle."""
     sources = net.sources()
     ordered = net.ordered() if groups else []
     merged: list[tuple[list[Draft], Draft]] = []
-    for (path, is_backward), group in _without_circles(ordered, sources, list(groups.items())):
+    for (path, is_backward), group in _without_circles(ordered, sources, groups):
         if len(group) > 1:
             op = path[-1].numbered(1) + (BACKWARD if is_backward else "")
             merged.append((group, _sum(group, op, path[:-1])))

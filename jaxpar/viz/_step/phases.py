@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
@@ -13,10 +14,10 @@ from .._draw import style
 from .._fold.calls import OPTIMIZERS
 from .._fold.cells import COLLECTIVES
 from .._graph import BACKWARD, Node
-from .._layout.collapse import close_scopes
+from .._layout.collapse import close_groups
 from .._layout.net import Draft, Net
 from .._read.raw import Raw
-from .._scopes import Path, paths_of
+from .._scopes import Path, Scope, common_prefix
 from .._searches import reach, readers
 from .graph import Phase, StepLayer
 
@@ -110,24 +111,37 @@ def phases_of(net: Net) -> Phases:
 def close_conditions(net: Net) -> None:
     """Close each condition that only reads what an optimizer has updated, such as the mean of the params of a round.
 
-    A scope around it alone names it.
+    It is called by the scope directly around it, where that holds nothing else. Steps in it may be in modules too.
     """
     readers_of = readers(net.sources())
     updates = {draft.at for draft in net.layers if _is_update(draft)}
-    goals = updates | {draft.at for draft in net.layers if draft.op.endswith(BACKWARD)}
-    inside: dict[Path, list[Draft]] = {}
+    # What skips a step for a NaN, behind all else, reads the condition too.
+    goals = {draft.at for draft in net.layers if draft.op.endswith(BACKWARD) or draft.op in OPTIMIZERS}
+    places: dict[int, int] = {}  # of each draft in a condition, how many scopes are around the condition
+    held, all_held = Counter[Scope](), Counter[Scope]()  # the drafts in conditions, and all, by the names around them
     for draft in net.layers:
-        for path in paths_of(draft.scope):
-            inside.setdefault(path, []).append(draft)
-    closed = set[Path]()
-    for path, drafts in inside.items():
-        parts = (draft.scope[len(path) - 1 :] for draft in drafts)
-        if all(any(part.is_region and part.name == "cond" for part in scope) for scope in parts):
-            ats = {draft.at for draft in drafts}
-            is_last = goals.isdisjoint(reach(ats, readers_of) - ats)
-            if is_last and not ats.isdisjoint(reach(updates - ats, readers_of)):
-                closed.add(path)
-    close_scopes(net, closed)
+        at = next((at for at, part in enumerate(draft.scope) if part.is_region and part.name == "cond"), None)
+        names = {part.numbered(1) for part in draft.scope}
+        all_held.update(names)
+        if at is not None:
+            places[draft.at] = at
+            held.update(names)
+    groups: dict[Path, list[Draft]] = {}
+    for draft in (draft for draft in net.layers if draft.at in places):
+        *_, name = (Scope(""), *draft.scope[: places[draft.at]])
+        name = name.numbered(1)
+        is_named = not name.is_region and 0 < held[name] == all_held[name]
+        path = (name,) if is_named else draft.scope[: places[draft.at] + 1]
+        groups.setdefault(path, []).append(draft)
+    closed: list[tuple[tuple[Path, bool], list[Draft]]] = []
+    for path, drafts in groups.items():
+        ats = {draft.at for draft in drafts}
+        is_last = goals.isdisjoint(reach(ats, readers_of) - ats)
+        if is_last and not ats.isdisjoint(reach(updates - ats, readers_of)):
+            around = common_prefix(draft.scope[: places[draft.at]] for draft in drafts)
+            outside = tuple(part for part in around if part.numbered(1) != path[-1])
+            closed.append((((*outside, path[-1]), False), drafts))
+    close_groups(net, closed)
 
 
 def _is_condition(raw: Raw, draft: Draft) -> bool:
