@@ -306,6 +306,71 @@ def test_the_padding_of_rows_is_no_param(engine):
     assert [layer.params for layer in plot.step.layers if layer.params] == [18]
     assert plot.step.total_params == 18
     assert "18 params" in m.words(plot)
+    graph = viz.trace(made, state, np.ones((8, 5), np.float32))
+    assert graph.total_params == sum(node.params for node in graph.nodes) == 18
+    assert sum(weight.params for weight in graph.weights if ".values[" in weight.name) == 18
+
+
+@pytest.mark.parametrize("outer", [None, pytest.param(optax.sgd(0.7), marks=pytest.mark.slow)])
+def test_the_end_of_a_round_of_local_steps_is_one_box_with_a_name(outer):
+    """It was "cond", "sub" and "sub", and the psum of the params was one of gradients."""
+    options = {"devices": jax.devices()[:4], "local_steps": 3, "outer_optimizer": outer}
+    state, made = train.start(arguments()[0], optax.adam(0.1), lambda p, batch, rng: (loss_fn(p, batch), {}), **options)
+    plot = viz.plot_step(made, state, arguments()[2])
+    name = "mean of params every 3 steps" if outer is None else "outer update every 3 steps"
+    assert [one.name for one in plot.step.optimizers] == ["Adam", name]
+    sends = {(one.phase, one.layers) for one in plot.step.collectives if one.bytes > 4}
+    assert sends == {("optimizer", (name,))}
+    edges = [(edge.source, edge.target) for edge in plot.step.edges if edge.phase in ("gradients", "optimizer")]
+    assert sorted(edges) == sorted([*((f"layer{number}", "Adam") for number in range(LAYERS)), ("Adam", name)])
+    assert name in m.words(plot)
+    returned = [line for line in plot.source.splitlines() if "the new parameters" in line]
+    assert len(returned) == 1
+    assert returned[0].strip().startswith(f'"{name}" -> "parameters"')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"compression": {"type": "2bit", "threshold": 0.5}}, {"nonfinite": "skip"}])
+def test_the_end_of_a_round_is_one_box_with_other_options_too(options):
+    """The residuals of compressed params are in a scope of their own, and what skips a step comes behind the round."""
+    options = {"devices": jax.devices()[:4], "local_steps": 3, **options}
+    state, made = train.start(arguments()[0], optax.adam(0.1), lambda p, batch, rng: (loss_fn(p, batch), {}), **options)
+    graph = viz.trace_step(made, state, arguments()[2])
+    assert [one.name for one in graph.optimizers][:2] == ["Adam", "mean of params every 3 steps"]
+    assert not any(one.name.startswith(("cond", "sub", "mean")) for one in graph.optimizers[2:])
+    assert [(edge.source, edge.target) for edge in graph.edges if edge.phase == "optimizer"] == [
+        ("Adam", "mean of params every 3 steps")
+    ]
+
+
+def test_two_conditions_behind_an_update_are_two_boxes():
+    def step(params, opt_state, batch, number):
+        params, opt_state, _ = globals()["step"](params, opt_state, batch)
+        often = jax.lax.cond(number % 2 == 0, lambda p: jax.tree.map(jnp.tanh, p), lambda p: p, params)
+        seldom = jax.lax.cond(number % 9 == 0, lambda p: jax.tree.map(lambda w: w * 2 + 1, p), lambda p: p, params)
+        return often, seldom, opt_state
+
+    graph = viz.trace_step(step, *arguments(), np.int32(1))
+    conditions = [edge.target for edge in graph.edges if edge.phase == "optimizer"]
+    assert sorted(conditions) == ["cond", "cond 2"]
+    assert {edge.source for edge in graph.edges if edge.phase == "optimizer"} == {"SGD"}
+
+
+def test_params_that_are_gathered_behind_an_update_are_no_gradients():
+    """ZeRO by hand: each device updates its share of a weight, and then gathers the others."""
+
+    def local(p, x):
+        grads = jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p) ** 2))(p)
+        share = jax.lax.psum_scatter(grads, "data", tiled=True)
+        own = jax.lax.dynamic_slice_in_dim(p, jax.lax.axis_index("data") * 16, 16)
+        updates, _ = TX.update(share, TX.init(own), own)
+        return jax.lax.all_gather(optax.apply_updates(own, updates), "data", tiled=True)
+
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    step = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+    graph = viz.trace_step(step, np.ones((WIDTH, WIDTH), np.float32), np.ones((32, WIDTH), np.float32))
+    phases = {one.kind: one.phase for one in graph.collectives}
+    assert phases == {"reduce-scatter": "gradients", "all-gather": "optimizer"}
 
 
 def test_sums_before_a_transform_are_each_of_its_layer():

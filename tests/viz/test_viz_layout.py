@@ -170,7 +170,34 @@ def test_a_frame_with_a_count_holds_only_what_repeats():
         plot = viz.plot_network(fn, *args, **options)
     layers = [node for node in plot.network.layers if not node.detail.endswith(" layers")]
     assert {node.repeat for node in layers if "layers ×3" in node.scope} == {3}
-    assert [node.scope for node in layers if node.op == "SegmentSum"] == [()]
+    sums = [(node.scope, node.detail) for node in layers if node.op == "SegmentSum"]
+    assert sums == [(("layers ×3",), "by receivers"), ((), "by graph_of_node")]
+
+
+def test_a_box_of_two_layers_is_opened_where_there_is_room():
+    """ "SegmentSum, Concat" was a box of the graph network: the sum of the messages was not to be seen."""
+    fn, args, options = gallery.make("gnn")
+    with jax.numpy_rank_promotion("allow"):
+        graph = viz.plot_network(fn, *args, **options).network
+    assert [node.name for node in graph.layers if node.detail.endswith(" layers")] == ["message"]
+
+
+def test_what_rows_are_chosen_by_is_said():
+    fn, args, _ = gallery.make("gnn")
+    with jax.numpy_rank_promotion("allow"):
+        graph = viz.trace(fn, *args)
+    chosen = [(node.op, node.detail) for node in graph.layers if node.op in ("gather", "SegmentSum")]
+    assert chosen == [
+        *(("gather", "by senders"), ("gather", "by receivers")),
+        *(("SegmentSum", "by receivers"), ("SegmentSum", "by graph_of_node")),
+    ]
+    # An index that is computed has no name.
+    arrays = m.Spec((9, 4), m.f32), m.Spec((5,), m.i32)
+    details = [
+        [node.detail for node in viz.trace(fn, *arrays, params_argnums=None).layers if node.op == "gather"]
+        for fn in (lambda x, i: x[i], lambda x, i: x[jnp.argsort(i)])
+    ]
+    assert details == [["by i"], [""]]
 
 
 @pytest.mark.parametrize("direction", ["up", "right"])

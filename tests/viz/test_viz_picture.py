@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ET
 import graphviz
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 import viz_models as m
 from viz_models import SVG
@@ -114,6 +115,38 @@ def test_repeated_blocks_and_devices_are_labelled_clusters():
 def test_the_same_function_gives_the_same_text():
     for name in ("gradient", "scan", "pmap", "haiku"):
         assert draw(name, max_nodes=200).source == drawn(name).source
+
+
+def test_losses_are_side_by_side_and_their_gradients_are_the_other_way_round():
+    """The discriminator of a GAN: the arrows of one part of the batch went through the boxes of the other."""
+
+    def step(p, real, fake):
+        def loss(p):
+            real_loss = optax.sigmoid_binary_cross_entropy(real @ p["w"], jnp.ones(4)).mean()
+            return real_loss + optax.sigmoid_binary_cross_entropy(jnp.tanh(fake) @ p["w"], jnp.zeros(4)).mean()
+
+        return jax.grad(loss)(p)
+
+    source = viz.plot_network(step, {"w": m.Spec((3,), m.f32)}, m.Spec((4, 3), m.f32), m.Spec((4, 3), m.f32)).source
+    row = " -> ".join(f'"{name}"' for name in ("loss0", "loss1", "loss1 (backward)", "loss0 (backward)"))
+    assert f'{{ rank=same {row} [style="invis"] }}' in source
+    assert '{ rank=same "loss0" "loss0 (backward)" }' not in source
+
+
+def test_arrows_to_an_optimizer_leave_beside_those_between_gradients():
+    """They crossed the shapes there."""
+
+    def step(p, x):
+        grads = jax.grad(lambda p: jnp.sum(jnp.tanh(jnp.tanh(x @ p["up"]) @ p["down"])))(p)
+        return optax.apply_updates(p, optax.sgd(0.1).update(grads, optax.sgd(0.1).init(p))[0])
+
+    def ports(direction):
+        lines = viz.plot_network(step, p, m.Spec((4, 3), m.f32), direction=direction).source.splitlines()
+        return {line.split('"')[1]: 'tailport="e"' in line for line in lines if '(backward)" -> "SGD"' in line}
+
+    p = {"up": m.Spec((3, 3), m.f32), "down": m.Spec((3, 3), m.f32)}
+    assert ports("up") == {"down (backward)": True, "up (backward)": False}
+    assert ports("right") == {"down (backward)": False, "up (backward)": False}
 
 
 def test_options_are_in_the_text():

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._core.arrays import PyTree, Tree
+from ..._core.text import plural
 from ..._devices.mesh import put_copy, split_over
 from ..._store import aggregate
 from ..._store.store import by_key, is_in_rows, sharding_of, trained_keys, tree_of, with_changes
@@ -109,7 +110,10 @@ class LocalSGD(DeviceStep):
             return {k: store.values[k] for k in keys}, residuals, state.outer, state.local
 
         # A branch, so that the devices send nothing within a round. All take the same one, or they would wait forever.
-        values, residuals, outer, local = lax.cond(is_over, agree, go_on, state)
+        # The name is what pictures call it.
+        what = "mean of params" if self.outer is None else "outer update"
+        with jax.named_scope(f"{what} every {plural(self.steps, 'step')}"):
+            values, residuals, outer, local = lax.cond(is_over, agree, go_on, state)
         store = dataclasses.replace(
             state.store, values={**state.store.values, **values}, residuals={**state.store.residuals, **residuals}
         )

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ..._core.text import cut_middle
 from .._draw import dot
-from .._draw.dot import join_carries
+from .._draw.look import join_carries
 from .._draw.picture import Plot
 from .._draw.style import Line, Options, caption_of, title_lines
 from .._graph import Edge, Graph, Node, human

@@ -13,6 +13,7 @@ from typing import Any
 
 from .._graph import BACKWARD, Edge, Graph, Node
 from .._scopes import Block, Path, nest, paths_of
+from .._searches import reach
 from . import style
 from .look import (
     FEW,
@@ -21,7 +22,6 @@ from .look import (
     clusters,
     drawn,
     is_to_update,
-    join_carries as join_carries,
     layer_of,
     named_edges,
     without_residuals,
@@ -52,19 +52,22 @@ def to_dot(graph: Graph, options: Options, look: Look | None = None) -> list[str
     large = len(nodes) > _MANY or len(graph.edges) > _MANY_EDGES
     look = look or Look(graph, nodes, options)
     lines = _head(look.caption, options, theme, large=large)
-    lines += _nodes(graph, nodes, look, theme)
+    lines += _nodes(graph, nodes, edges, look, theme)
     by_name = {node.name: node for node in nodes}
     # A gradient reads much of the forward pass. The line from its layer stands for that, or the picture would be full.
     edges = without_residuals(nodes, edges)
     joined = {node.name for node in nodes if node.leaves}
     carried = Counter(edge.source for edge in edges if edge.carry)
+    # Gradients that others read. Their arrows to an optimizer leave at the side, away from the shapes above and below.
+    hands_on = {e.source for e in edges if by_name[e.source].is_backward and by_name[e.target].is_backward}
     for edge, named in zip(edges, named_edges(edges, joined), strict=True):
         if named is None:  # an argument for most layers, such as statistics: they keep their places
             line = {"color": theme.faint, "constraint": "false", "penwidth": 0.6}
             lines.append(_line(edge, line | look.arrow(edge)))
         else:
             ends = by_name[edge.source], by_name[edge.target]
-            lines.append(_edge(*ends, edge, theme, look, named, carried[edge.source] > FEW))
+            beside = edge.source in hands_on and options.direction != "right"
+            lines.append(_edge(*ends, edge, theme, look, named, carried[edge.source] > FEW, beside))
     lines += _pairs(nodes, theme)
     if not graph.layers:
         text = "Nothing is computed from the arguments."
@@ -96,16 +99,16 @@ def _head(caption: str, options: Options, theme: Theme, *, large: bool) -> list[
     ]
 
 
-def _nodes(graph: Graph, nodes: list[Node], look: Look, theme: Theme) -> list[str]:
+def _nodes(graph: Graph, nodes: list[Node], edges: list[Edge], look: Look, theme: Theme) -> list[str]:
     """Nodes inside the clusters of their scopes."""
-    framed, numbers = clusters(graph, nodes), itertools.count()
+    framed, numbers, losses = clusters(graph, nodes), itertools.count(), _losses(nodes, edges)
 
     def write(block: Block[Node], level: int) -> Iterator[str]:
         leaves = [item for item in block.items if isinstance(item, Node)]
         for item in block.items:
             if isinstance(item, Node):  # all of them where the first one is
                 yield from (_node(node, look) for node in leaves)
-                yield from _side_by_side([node.name for node in leaves])
+                yield from _side_by_side([node.name for node in leaves], losses)
                 leaves = []
             else:
                 yield f"subgraph {quote(f'cluster_{next(numbers)}')} {{"
@@ -155,13 +158,34 @@ def _pairs(nodes: list[Node], theme: Theme) -> list[str]:
     return [f"{quote(layer.name)} -> {quote(name)} {line}" for name, layer in pairs if layer.op != "Loss"]
 
 
-def _side_by_side(names: list[str]) -> list[str]:
-    """Layers and their gradients at the same height. Written elsewhere, it would take them out of their cluster."""
+def _losses(nodes: list[Node], edges: list[Edge]) -> list[str]:
+    """The losses of several parts of a batch, where none reads another one. Else none."""
+    losses = [node.name for node in nodes if node.op == "Loss"]
+    readers_of: dict[str, list[str]] = {}
+    for edge in edges if len(losses) > 1 else ():
+        readers_of.setdefault(edge.source, []).append(edge.target)
+    forward = {node.name: readers_of.get(node.name, []) for node in nodes if not node.is_backward}
+    return losses if all(reach([loss], forward).isdisjoint(set(losses) - {loss}) for loss in losses) else []
+
+
+def _side_by_side(names: list[str], losses: list[str]) -> list[str]:
+    """Layers and their gradients at the same height. Written elsewhere, it would take them out of their cluster.
+
+    Several losses are at one height, and their gradients behind them the other way round: so the arrows down from the
+    gradients do not cross.
+    """
     pairs = ((name.removesuffix(BACKWARD), name) for name in names if name.endswith(BACKWARD))
-    return [f"{{ rank=same {quote(layer)} {quote(name)} }}" for layer, name in pairs if layer in names]
+    pairs = {layer: name for layer, name in pairs if layer in names}
+    lines, ends = list[str](), [loss for loss in losses if loss in pairs]
+    if len(ends) > 1:
+        row = [*ends, *(pairs.pop(loss) for loss in reversed(ends))]
+        lines = [f"{{ rank=same {' -> '.join(map(quote, row))} {attributes(style='invis')} }}"]
+    return [f"{{ rank=same {quote(layer)} {quote(name)} }}" for layer, name in pairs.items()] + lines
 
 
-def _edge(source: Node, target: Node, edge: Edge, theme: Theme, look: Look, named: bool, is_one_of_many: bool) -> str:
+def _edge(
+    source: Node, target: Node, edge: Edge, theme: Theme, look: Look, named: bool, is_one_of_many: bool, beside: bool
+) -> str:
     text = arrow_label(edge, source, target) if named else ""
     line = {"label": f" {text} "} if text else {}
     if edge.carry:  # back. Many from one layer begin at one point.
@@ -171,6 +195,7 @@ def _edge(source: Node, target: Node, edge: Edge, theme: Theme, look: Look, name
         return f"{quote(edge.target)} -> {quote(edge.source)} " + attributes(**(line | look.arrow(edge)), dir="back")
     elif is_to_update(source, target):  # from each layer with parameters
         line |= {"color": theme.faint, "penwidth": 0.6, "weight": 0}
+        line |= {"tailport": "e"} if beside else {}
     return _line(edge, line | look.arrow(edge))
 
 

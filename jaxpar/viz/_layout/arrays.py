@@ -87,7 +87,7 @@ def set_sizes(net: Net) -> None:
         forward=sum(output_bytes(net, draft) for draft in net.layers if not draft.op.endswith(BACKWARD)),
         backward=sum(output_bytes(net, draft) for draft in net.layers if draft.op.endswith(BACKWARD)),
         trained=frozenset(raw.values[weight].name for weight in trained(raw, params)),
-        unused=sum(math.prod(value.shape) for value in unused if not (value.captured or value.state)),
+        unused=sum(value.elements for value in unused if not (value.captured or value.state)),
         state=_bytes(raw, state),
     )
 
@@ -162,6 +162,8 @@ def _read_by_optimizer(net: Net) -> set[int]:
     gradients = [draft for draft in net.layers if draft.op.endswith(BACKWARD)]
     updates = {draft.at for draft in net.layers if draft.op in OPTIMIZERS}
     sources = {at: read_ats - updates for at, read_ats in net.sources().items()}
+    for source, target, _ in net.carries:  # what a pass of a loop makes reaches a gradient in a later pass
+        sources.setdefault(target, set()).add(source)
     reached = reach((end.at for draft in gradients for end in (draft, draft.layer)), sources)
     read: dict[bool, set[int]] = {True: set(), False: set()}  # by what reaches a gradient, and by what does not
     for draft in net.drafts:

@@ -12,7 +12,7 @@ from .._read.raw import Eqn, Raw
 from .._read.source import describe
 from .._searches import order
 from .modules import set_paths, set_scopes
-from .net import Draft, Net
+from .net import Draft, Net, leaf_of
 
 
 def build(cells: Cells) -> Net:
@@ -98,6 +98,8 @@ def _draft(cells: Cells, cell: Cell, at: int) -> Draft:
     sends = bool(sent) and cell.op.removesuffix(BACKWARD) in SENT
     output, read = cells.output(cell), _bytes_read(cells.raw, sent if sends else eqns, converted=sends)
     detail = cell.detail
+    if index := _index(cells, cell):
+        detail = f"{detail}, by {index}" if detail else f"by {index}"
     if sends:
         detail = f"{detail}, {human(read, 'B')}"
     return Draft(
@@ -114,6 +116,18 @@ def _draft(cells: Cells, cell: Cell, at: int) -> Draft:
         weights=cells.weights(cell),
         name=cell.op if cell.op in OPTIMIZERS else "",  # not that of a parameter
     )
+
+
+_BY_INDEX = ("gather", "take", "scatter", "Segment")  # how the names of layers begin that read or write by an index
+
+
+def _index(cells: Cells, cell: Cell) -> str:
+    """What the rows of a gather or a sum of segments are chosen by: the name of an argument, or nothing."""
+    steps = [e for e in cells.eqns(cell) if e.prim == "gather" or e.prim.startswith("scatter")]
+    if len(steps) != 1 or not cell.op.startswith(_BY_INDEX) or cell.op.endswith(BACKWARD):
+        return ""
+    index = cells.raw.of(steps[0].ins[1])
+    return (leaf_of(index) or index.name) if index.kind == "input" else ""
 
 
 def _bytes_read(raw: Raw, eqns: list[Eqn], *, converted: bool) -> int:

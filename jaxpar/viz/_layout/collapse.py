@@ -24,6 +24,7 @@ from .net import Draft, Net, shared_scope
 
 _Closing = tuple[tuple[Path, bool], list[Draft]]  # the scope that closes, whether these are gradients, and drafts of it
 MOST = 24  # children of a scope that a person can overlook
+_SMALL = 2  # layers that are rather shown than one box for them
 FEW_BOXES = 8  # in a picture, those of gradients too, below which single blocks are opened
 
 
@@ -45,10 +46,15 @@ def _close(net: Net, is_open: Container[Path]) -> None:
         closed = next((path for path in paths_of(draft.scope) if path not in is_open), None)
         if closed is not None:
             groups.setdefault((closed, draft.forward is not None), []).append(draft)
+    close_groups(net, list(groups.items()))
+
+
+def close_groups(net: Net, groups: list[_Closing]) -> None:
+    """Merge the drafts of each group, so that what they become has no circle."""
     sources = net.sources()
     ordered = net.ordered() if groups else []
     merged: list[tuple[list[Draft], Draft]] = []
-    for (path, is_backward), group in _without_circles(ordered, sources, list(groups.items())):
+    for (path, is_backward), group in _without_circles(ordered, sources, groups):
         if len(group) > 1:
             op = path[-1].numbered(1) + (BACKWARD if is_backward else "")
             merged.append((group, _sum(group, op, path[:-1])))
@@ -122,15 +128,20 @@ def close_until(net: Net, fits: Callable[[Net], bool], *, room: int = MOST, few:
         if best is not None and len(best.layers) >= few and (not few or 2 * _most_hidden(best)[0] <= count):
             break
     best = best or _opened(divided, fits, few)
-    net.drafts, net.edges, net.carries = best.drafts, best.edges, best.carries
-    # An open part has no frame: its name says what is in it, which is seen. What is inside is in the scope around.
+    net.drafts, net.edges, net.carries, net.repeats = best.drafts, best.edges, best.carries, best.repeats
+
+
+def _without_open_parts(net: Net) -> Net:
+    """The same without the frames of open parts: their names say what is in them, which is seen."""
+
+    def around(scope: Path) -> Path:
+        return tuple(part for part in scope if part.kind != "part" or part.times is not None)
+
+    net = net.copy()
     for draft in net.drafts:
-        draft.scope = _without_parts(draft.scope)
-    net.repeats = {_without_parts(path): count for path, count in best.repeats.items()}
-
-
-def _without_parts(scope: Path) -> Path:
-    return tuple(part for part in scope if part.kind != "part" or part.times is not None)
+        draft.scope = around(draft.scope)
+    net.repeats = {around(path): count for path, count in net.repeats.items()}
+    return net
 
 
 def _opened(net: Net, fits: Callable[[Net], bool], few: int) -> Net:
@@ -139,7 +150,7 @@ def _opened(net: Net, fits: Callable[[Net], bool], few: int) -> Net:
     def closed(is_open: Container[Path]) -> Net:
         copy = net.copy()
         _close(copy, is_open)
-        return copy
+        return _without_open_parts(copy)
 
     is_open, paths = set(paths_of(shared_scope(net.layers))), _paths(net)
     for level in range(1 + len(is_open), 1 + max(map(len, paths), default=0)):
@@ -157,6 +168,11 @@ def _opened(net: Net, fits: Callable[[Net], bool], few: int) -> Net:
         tried.add(largest)
         if fits(more := closed(is_open | {largest})):
             is_open, shown = is_open | {largest}, more
+    # A box of two layers that is no module says less than they do, and hides one box. Such are opened while all fits.
+    parts = [path for path in paths if path[-1].kind == "part" and path not in is_open and path[:-1] in is_open | {()}]
+    for path in sorted((path for path in parts if size[path] <= _SMALL), key=size.__getitem__) if few else ():
+        if fits(more := closed(is_open | {path})):
+            is_open, shown = is_open | {path}, more
     return shown
 
 

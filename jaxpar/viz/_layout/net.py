@@ -298,7 +298,7 @@ def _sizes(raw: Raw, weights: Iterable[int]) -> tuple[int, int]:
     sizes = [0, 0]
     for weight in weights:
         value = raw.values[weight]
-        sizes[value.state] += math.prod(value.shape)
+        sizes[value.state] += value.elements
     return sizes[0], sizes[1]
 
 

@@ -28,6 +28,7 @@ class Argument:
     kind: str = "input"  # "weight" or "input"
     state: bool = False  # whether it is a weight that no optimizer trains, such as a running mean
     group: str = ""  # the name of the argument that it is a leaf of. Empty for a bare array.
+    padding: int = 0  # how many of its elements are none of the param, whose shares have one length on all devices
 
 
 def name_of(argument: str, entries: Sequence[Any]) -> str:

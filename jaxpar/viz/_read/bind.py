@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import jax
+import numpy as np
 
 from ..._core.arrays import PyTree, is_prng_key
 from ..._core.text import describe
@@ -232,8 +234,12 @@ def _argument(bound: Bound, leaf: _Leaf, stores: Sequence[tuple[int, Any]]) -> A
         return argument  # a wrapped module hides the names
     weight = (role.trained or role.state) and not role.bare and not is_prng_key(value)
     state = weight and (role.state or is_in_state(path))
-    shown = path_of(role.name, in_store(path, stores)) if weight and not flat else ()
-    return Argument(name, shown, "weight" if weight else "input", state, "" if role.bare else role.name)
+    entries, shape = in_store(path, stores)
+    shown = path_of(role.name, entries) if weight and not flat else ()
+    # The last two axes are the rows. Those before are of a stack of stores, as `jax.vmap` takes one.
+    rows = np.shape(value)
+    padding = math.prod(rows) - math.prod((*rows[:-2], *shape)) if shape is not None else 0
+    return Argument(name, shown, "weight" if weight else "input", state, "" if role.bare else role.name, padding)
 
 
 def _refuse_iterators(fn: Callable[..., Any], args: Mapping[str, Any]) -> None:

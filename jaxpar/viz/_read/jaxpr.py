@@ -137,6 +137,7 @@ class _Reader:
         number = self.new_value(aval, argument.kind, argument.name)
         value = self.raw.values[number]
         value.path, value.state, value.group = argument.path, argument.state, argument.group
+        value.padding = argument.padding
         return number
 
     def add_constants(self, env: dict[Any, int], closed: Jaxpr) -> None:
@@ -243,7 +244,7 @@ class _Reader:
         for number in range(region.carried):
             at = region.carry_at + number
             operands[at] = self.counter(operands[at]) if number in counters else self.carried_value(operands[at])
-        if region.loop:
+        if region.loop or region.maps:
             parts_at = region.carry_at + region.carried
             operands[parts_at:] = map(self.unknown_number, operands[parts_at:])
         results = self.write_out(region.body, operands, context)
@@ -252,8 +253,10 @@ class _Reader:
         ends = ((operands[region.carry_at + number], results[number]) for number in carried)
         self.raw.carries += [(first, last, context.scope) for first, last in ends]
         for var, value in zip(eqn.outvars, results, strict=True):
-            env[var] = self.new_value(var.aval, root=self.unknown_number(value) if region.loop else value)
+            shown = self.unknown_number(value) if region.loop or region.maps else value
+            env[var] = self.new_value(var.aval, root=shown)
             self.raw.values[env[var]].crosses = int(self.changes_shape(env[var]))
+            self.raw.values[env[var]].of_a_pass = region.loop
 
     def add_condition(self, condition: Jaxpr, results: Sequence[int], times: int) -> None:
         """Add the cost of the condition of a loop to what the loop computes. It is not drawn."""
@@ -268,7 +271,7 @@ class _Reader:
         first, number, root = self.raw.values[value], len(self.raw.values), value
         if self.raw.of(value).kind in ("const", "literal"):
             self.raw.first_pass[number], root = value, number
-        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, "op", root))
+        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, "op", root, of_a_pass=True))
         return number
 
     def counter(self, value: int) -> int:
@@ -276,16 +279,20 @@ class _Reader:
         first, number = self.raw.values[value], len(self.raw.values)
         constant = self.raw.of(value).kind in ("const", "literal")
         kind, root = ("const", number) if constant else ("op", value)
-        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, kind, root))
+        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, kind, root, of_a_pass=True))
         return number
 
     def unknown_number(self, value: int) -> int:
-        """What goes into or out of a loop pass by pass. XLA does not know its number, even if it is one everywhere."""
-        known, number = self.raw.values[value], len(self.raw.values)
-        if self.raw.of(value).kind not in ("const", "literal") or self.raw.of(value).number is None:
+        """What goes into or out of a loop pass by pass, or of a map over devices.
+
+        XLA does not know its number, even if it is one everywhere.
+        """
+        shown, known, number = self.raw.values[value], self.raw.of(value), len(self.raw.values)
+        if known.kind not in ("const", "literal") or known.number is None:
             return value
         self.raw.first_pass[number] = value
-        self.raw.values.append(Value(known.shape, known.dtype, known.bytes, "const", root=number))
+        new = Value(shown.shape, shown.dtype, shown.bytes, known.kind, root=number, literal=known.literal)
+        self.raw.values.append(new)
         return number
 
     def add_branches(self, eqn: jex.JaxprEqn, env: dict[Any, int], context: Context) -> None:
@@ -334,6 +341,7 @@ class Region:
     body: Jaxpr
     times: int = 1  # how often it runs, as far as that is known
     loop: bool = False
+    maps: bool = False  # whether it maps over devices
     carried: int = 0  # how many of the results the next pass reads. They come first.
     operands: Sequence[int] | None = None  # the positions of those that the body has. None for all.
     carry_at: int = 0  # which operand of the body is the first of these
@@ -356,7 +364,7 @@ def _while(eqn: jex.JaxprEqn) -> Region:
     operands = range(eqn.params["cond_nconsts"], len(eqn.invars))
     carried, carry_at = len(body.jaxpr.outvars), eqn.params["body_nconsts"]
     scope = Scope("while", "region")
-    return Region(scope, body, 1, True, carried, operands, carry_at, condition)
+    return Region(scope, body, loop=True, carried=carried, operands=operands, carry_at=carry_at, condition=condition)
 
 
 def counters_of(region: Region) -> set[int]:
@@ -383,7 +391,7 @@ def _shard_map(eqn: jex.JaxprEqn) -> Region:
     # `jax.pmap` maps a function of its own. Nothing else in the jaxpr tells.
     name = "pmap" if "/jax/_src/pmap.py" in function_of(eqn.params["jaxpr"]).replace("\\", "/") else "shard_map"
     label = f"{name} " + ", ".join(f"{axis}={size}" for axis, size in axes.items())
-    return Region(Scope(label.strip(), "region"), eqn.params["jaxpr"])
+    return Region(Scope(label.strip(), "region"), eqn.params["jaxpr"], maps=True)
 
 
 def _linear_solve(eqn: jex.JaxprEqn) -> Region:

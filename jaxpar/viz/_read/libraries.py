@@ -166,11 +166,18 @@ def is_store(value: object) -> bool:
     return type(value).__module__.startswith("jaxpar._store.") and hasattr(value, "paths") and hasattr(value, "values")
 
 
-def in_store(entries: Sequence[Any], stores: Sequence[tuple[int, Any]]) -> Sequence[Any]:
-    """The entries of a path. In the values of a store, given with its depth, they are those of the parameter."""
+def in_store(entries: Sequence[Any], stores: Sequence[tuple[int, Any]]) -> tuple[Sequence[Any], tuple[int, ...] | None]:
+    """The entries of a path, and the shape of what is there. None: that of the array.
+
+    In the values of a store, given with its depth, they are those of the parameter. Kind "sharded" cuts that into rows
+    of one length, with a padding.
+    """
     for depth, store in stores:
         if len(entries) == depth + 2 and getattr(entries[depth], "name", "") == "values":
-            name = dict(store.paths).get(key_of(entries[depth + 1]))
-            index, key = jax.tree_util.SequenceKey, jax.tree_util.DictKey
-            return entries if name is None else [index(int(p)) if p.isdigit() else key(p) for p in name.split("/")]
-    return entries
+            number = key_of(entries[depth + 1])
+            layout, name = dict(store.layouts).get(number), dict(store.paths).get(number)
+            if name is not None:
+                index, key = jax.tree_util.SequenceKey, jax.tree_util.DictKey
+                entries = [index(int(p)) if p.isdigit() else key(p) for p in name.split("/")]
+            return entries, layout.shape if layout is not None and layout.sharding is None else None
+    return entries, None

@@ -33,15 +33,22 @@ class Value:
     path: tuple[str, ...] = ()  # of an argument: its modules and its own name
     state: bool = False  # whether it is a weight that no optimizer trains
     group: str = ""  # of an argument: the name of the tree that it is a leaf of
+    padding: int = 0  # of an argument: how many of its elements are none of the param
     captured: bool = False  # whether the function captured it
     # of what goes into a loop or a map over devices, -1, and of what comes out, 1, where its shape changes there
     crosses: int = 0
     number: Any = None  # what it is everywhere, where XLA knows that while it compiles
+    of_a_pass: bool = False  # whether it shows what one pass of a loop is given or makes, and others do not
 
     @property
     def argument(self) -> str:
         """The argument that it is or is a leaf of."""
         return self.group or self.name
+
+    @property
+    def elements(self) -> int:
+        """The number of its elements, without a padding."""
+        return math.prod(self.shape) - self.padding
 
 
 @dataclass(slots=True)
@@ -207,12 +214,14 @@ def mark_view(raw: Raw, eqn: Eqn) -> None:
 def _case(raw: Raw, value: int) -> object:
     """What two equal cases of a choice have in common: their number, or the array that `stop_gradient` was given.
 
-    Other views, such as a transpose, are other arrays.
+    A nested jaxpr has names of its own for what it is given. Other views, such as a transpose, are other arrays.
     """
     if (number := raw.of(value).number) is not None:
         return "number", number.item()
-    while (made := raw.values[value].producer) is not None and raw.eqns[made].prim == "stop_gradient":
-        value = raw.eqns[made].ins[0]
+    while (view := raw.values[value]).root != value and not (view.of_a_pass or view.crosses):
+        if view.producer is not None and raw.eqns[view.producer].prim != "stop_gradient":
+            break
+        value = view.root
     return value
 
 

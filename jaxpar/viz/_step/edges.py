@@ -18,7 +18,6 @@ from ..._core.arrays import PyTree
 from .._graph import BACKWARD
 from .._layout.net import Draft
 from .._program.hlo import Program
-from .._read.libraries import is_store
 from .._searches import reach
 from .graph import Phase, StepArgument, StepEdge
 from .phases import changes_params
@@ -47,7 +46,7 @@ def edges_of(places: Places, mesh: dict[str, int], devices: int) -> tuple[StepEd
             else None
         )
         edges[ends] = StepEdge(*ends, value.shape, value.dtype, local_shape, spec)
-    return (*edges.values(), *_gradients(places), *_metrics(places))
+    return (*edges.values(), *_gradients(places), *_conditions(places), *_metrics(places))
 
 
 def _ends(source: Draft, target: Draft, places: Places) -> tuple[str, str, Phase] | None:
@@ -75,6 +74,7 @@ def _gradients(places: Places) -> list[StepEdge]:
     # Codes of compressed gradients are new state too, and stand before the optimizer.
     params = {weight for row in phases.rows for each in (row.draft, *row.gathered) for weight in each.weights}
     hands_on = [*phases.glue, *(draft for draft in phases.optimizers if not changes_params(draft, params))]
+    goals -= phases.conditions.keys()
     on = {draft.at: [target for target, _ in readers.get(draft.at, ())] for draft in hands_on}
     edges: dict[tuple[str, str], StepEdge] = {}
     for row in phases.rows:
@@ -84,6 +84,13 @@ def _gradients(places: Places) -> list[StepEdge]:
                 ends = names[row.draft.at], names[at]
                 edges.setdefault(ends, StepEdge(*ends, "gradients", array.shape, array.dtype))
     return list(edges.values())
+
+
+def _conditions(places: Places) -> list[StepEdge]:
+    """One edge from each update to each condition behind it."""
+    raw, names, drafts = places.net.raw, places.names, {draft.at: draft for draft in places.net.drafts}
+    ways = ((names[at], names[of], raw.values[drafts[of].value]) for at, of in places.phases.conditions.items())
+    return [StepEdge(update, condition, "optimizer", value.shape, value.dtype) for condition, update, value in ways]
 
 
 def _metrics(places: Places) -> list[StepEdge]:
@@ -136,18 +143,6 @@ def _argument(name: str, leaf: object, sharding: object, inside: Mapping[str, tu
     axes_of = [*sharding.spec, *(None for _ in shape)][: len(shape)]
     spec = tuple("+".join(map(str, axes)) if isinstance(axes, tuple) else str(axes or "") for axes in axes_of)
     return StepArgument(name, shape, dtype, tuple(sharding.shard_shape(shape)), spec)
-
-
-def padding_of(names: list[str], args: PyTree) -> dict[str, int]:
-    """How many elements of an argument are padding: a store of kind "sharded" cuts a value into rows of one length."""
-    padding: dict[str, int] = {}
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args)]
-    for start, store in jax.tree_util.tree_leaves_with_path(args, is_leaf=is_store):
-        for key, layout in store.layouts if is_store(store) else ():
-            values = (*start, jax.tree_util.GetAttrKey("values"), jax.tree_util.DictKey(key))
-            if layout.sharding is None:
-                padding[names[paths.index(values)]] = store.values[key].size - math.prod(layout.shape)
-    return padding
 
 
 def spec_from_shapes(shape: tuple[int, ...], local: tuple[int, ...], mesh: Mapping[str, int]) -> tuple[str, ...] | None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
@@ -13,8 +14,10 @@ from .._draw import style
 from .._fold.calls import OPTIMIZERS
 from .._fold.cells import COLLECTIVES
 from .._graph import BACKWARD, Node
+from .._layout.collapse import close_groups
 from .._layout.net import Draft, Net
 from .._read.raw import Raw
+from .._scopes import Path, Scope, common_prefix
 from .._searches import reach, readers
 from .graph import Phase, StepLayer
 
@@ -37,6 +40,8 @@ class Phases:
     glue: list[Draft] = field(default_factory=list)  # collectives and copies, which only hand gradients on
     of: dict[int, Phase] = field(default_factory=dict[int, Phase])  # of each draft
     row_of: dict[int, Row] = field(default_factory=dict)  # of each forward and backward draft
+    # Each closed condition behind an update, such as the mean of the params every few steps, and that update.
+    conditions: dict[int, int] = field(default_factory=dict)
     gathers: dict[int, list[Row]] = field(default_factory=dict)  # what only gathers params: the layers that read it
     metrics: dict[str, list[int]] = field(default_factory=dict)  # each result that is no new state: its layers
 
@@ -75,10 +80,18 @@ def phases_of(net: Net) -> Phases:
         phases.gathers[draft.at] = list({row.draft.at: row for row in rows}.values())
         for row in rows[:1] if draft.weights else ():
             row.gathered.append(draft)
+    parts = {draft.at for draft in net.layers if draft.weights and phases.of[draft.at] == "optimizer"} - after
     for draft in (draft for draft in net.layers if phases.of[draft.at] == "optimizer"):
-        # What hands gradients on to an optimizer reads no parameters and returns no new state, or is a collective.
+        # What hands gradients on to an optimizer reads no parameters and returns no new state, or is a collective. An
+        # optimizer of shares reads a part of a param, and what it returns may be gathered.
+        reads_part = not parts.isdisjoint(sources.get(draft.at, ()))
         hands_on = draft.at in after and not draft.weights and all(name in results for name in draft.outputs)
+        hands_on = hands_on and not (draft.op in OPTIMIZERS and reads_part)
         (phases.glue if draft.op in COLLECTIVES or hands_on else phases.optimizers).append(draft)
+    closed = [draft for draft in phases.optimizers if _is_condition(net.raw, draft)]
+    for draft in phases.optimizers if closed else ():
+        behind = reach([draft.at], readers_of) if _is_update(draft) else set[int]()
+        phases.conditions |= {one.at: draft.at for one in closed if one.at in behind}
     # A metric may pass a sum over the devices, which packs it with others. So its layers are all that reach the sum.
     updated = {draft.at for draft in phases.optimizers}
     above = {at: {} if at in phases.row_of or at in updated else read for at, read in sources.items()}
@@ -95,13 +108,56 @@ def phases_of(net: Net) -> Phases:
     return phases
 
 
+def close_conditions(net: Net) -> None:
+    """Close each condition that only reads what an optimizer has updated, such as the mean of the params of a round.
+
+    It is called by the scope directly around it, where that holds nothing else. Steps in it may be in modules too.
+    """
+    readers_of = readers(net.sources())
+    updates = {draft.at for draft in net.layers if _is_update(draft)}
+    # What skips a step for a NaN, behind all else, reads the condition too.
+    goals = {draft.at for draft in net.layers if draft.op.endswith(BACKWARD) or draft.op in OPTIMIZERS}
+    places: dict[int, int] = {}  # of each draft in a condition, how many scopes are around the condition
+    held, all_held = Counter[Scope](), Counter[Scope]()  # the drafts in conditions, and all, by the names around them
+    for draft in net.layers:
+        at = next((at for at, part in enumerate(draft.scope) if part.is_region and part.name == "cond"), None)
+        names = {part.numbered(1) for part in draft.scope}
+        all_held.update(names)
+        if at is not None:
+            places[draft.at] = at
+            held.update(names)
+    groups: dict[Path, list[Draft]] = {}
+    for draft in (draft for draft in net.layers if draft.at in places):
+        *_, name = (Scope(""), *draft.scope[: places[draft.at]])
+        name = name.numbered(1)
+        is_named = not name.is_region and 0 < held[name] == all_held[name]
+        path = (name,) if is_named else draft.scope[: places[draft.at] + 1]
+        groups.setdefault(path, []).append(draft)
+    closed: list[tuple[tuple[Path, bool], list[Draft]]] = []
+    for path, drafts in groups.items():
+        ats = {draft.at for draft in drafts}
+        is_last = goals.isdisjoint(reach(ats, readers_of) - ats)
+        if is_last and not ats.isdisjoint(reach(updates - ats, readers_of)):
+            around = common_prefix(draft.scope[: places[draft.at]] for draft in drafts)
+            outside = tuple(part for part in around if part.numbered(1) != path[-1])
+            closed.append((((*outside, path[-1]), False), drafts))
+    close_groups(net, closed)
+
+
+def _is_condition(raw: Raw, draft: Draft) -> bool:
+    return draft.layers > 1 and any(raw.eqns[number].prim == "cond" for number in draft.eqns)
+
+
+def _is_update(box: Draft | StepLayer) -> bool:
+    return style.is_update(Node(box.op, box.op, box.detail))
+
+
 def changes_params(box: Draft | StepLayer, params: Set[int] | Set[str]) -> bool:
     """Whether a box behind the gradients changes params: a known optimizer, or an update that reads some of them.
 
     The codes of compressed gradients, in kind "sharded" an array for each gradient, read no params.
     """
-    is_update = style.is_update(Node(box.op, box.op, box.detail))
-    return is_update and (box.op in OPTIMIZERS or not params.isdisjoint(box.weights))
+    return _is_update(box) and (box.op in OPTIMIZERS or not params.isdisjoint(box.weights))
 
 
 def _gathers(net: Net, sources: Mapping[int, Iterable[int]], readers_of: Mapping[int, Iterable[int]]) -> set[int]:

@@ -109,7 +109,8 @@ class _Drawing:
         self.x, self.width = dict[str, float](), dict[str, float]()  # the middle of each column, and of its boxes
         self.lanes: dict[tuple[str, str, str], float] = {}  # of edges that pass rows, by phase, source and target
         self.knee = self.top = self.right = 0.0  # where the words beside the edges between gradients end; of the whole
-        self.inputs = dict.fromkeys(edge.source for edge in graph.edges if edge.source not in self.rows)
+        inputs = (e.source for e in graph.edges if e.phase == "forward" and e.source not in self.rows)
+        self.inputs = dict.fromkeys(inputs)
         self.bottom = -LINE - 30.0 * max(len(self.inputs), 1)  # of what a device has alone
         self._place_rows()
         self._place_updates()
@@ -270,11 +271,14 @@ class _Drawing:
         params = {weight for layer in self.graph.layers for weight in layer.weights}
         known = [one for one in updates if changes_params(one, params)] or list(updates)
         self.known = {one.name for one in known}
-        others = [one for one in updates if one not in known]
+        # A condition behind an update, such as the mean of the params every few steps, has a box of its own above it.
+        self.behind = {edge.target: edge.source for edge in self.graph.edges if edge.phase == "optimizer"}
+        others = [one for one in updates if one not in known and one.name not in self.behind]
         taken = [(self.results_y, size(self.results)[1])] if self.results else []
         self.optimizers: dict[str, tuple[list[Line], float]] = {}  # by name: lines, the middle of the box
         self.boxes: dict[str, list[StepLayer]] = {one.name: [one] for one in known}
         self.boxes |= {others[0].name: others} if others else {}
+        self.boxes |= {one.name: [one] for one in updates if one.name in self.behind}
         for name, layers in self.boxes.items():
             first = layers[0]
             lines = layer_lines(first, first.forward, self.options, backward=False)
@@ -284,7 +288,11 @@ class _Drawing:
             lines += [line for one in layers for line in self._sent("optimizer", (one.name,))]
             names = {one.name for one in layers}
             ys = [self.rows[e.source].y for e in self.graph.edges if e.phase == "gradients" and e.target in names]
-            self.optimizers[name] = (lines, _free(ys or [0.0], self._height(lines, first.forward), taken))
+            height = self._height(lines, first.forward)
+            if name in self.behind:
+                update, y = self.optimizers[self.behind[name]]
+                ys = [y + size(update)[1] / 2 + _GAP + height / 2]
+            self.optimizers[name] = (lines, _free(ys or [0.0], height, taken))
 
     def lines(self) -> list[str]:
         boxes = [box for row in self.rows.values() for box in self._row(row)]
@@ -471,7 +479,13 @@ class _Drawing:
         for name, layers in self.boxes.items():
             lines, y = self.optimizers[name]
             yield self._box(name, "optimizer", lines, y, layers[0], layers[0].forward)
-            if name in self.known and any(target == name for _, target in ways):
+            if name in self.behind:
+                first, first_y = self.optimizers[self.behind[name]]
+                x, up = self.x["optimizer"], 1 if y > first_y else -1
+                points = [(x, first_y + up * size(first)[1] / 2), (x, y - up * size(lines)[1] / 2)]
+                yield line(self.behind[name], name, points, tooltip="updated by each device")
+            is_last = name in self.behind or (name in self.known and any(target == name for _, target in ways))
+            if is_last and name not in self.behind.values():
                 yield from self._return(name, y)
         # Gradients that are summed go into the wall, each beside its layer, and come out of it as one arrow.
         for name, row in self.sent.items():
@@ -486,7 +500,7 @@ class _Drawing:
                 yield curve(source + BACKWARD, target, start, end, self.knee, color=self.theme.line)
         summed = dict.fromkeys(target for source, target in ways if source in self.sent)
         targets = [one for one in summed if one in self.known] or list(summed)
-        for target in (*targets, *(name for name in self.boxes if self.wall and name not in targets)):
+        for target in (*targets, *(name for name in self.boxes if self.wall and name not in (*targets, *self.behind))):
             assert self.wall is not None
             y = self.optimizers[target][1]
             start = self._right("gradients"), min(max(y, self.wall[0] + 8), self.wall[1] - 8)

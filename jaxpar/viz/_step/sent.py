@@ -5,8 +5,9 @@ from __future__ import annotations
 from .._program.hlo import Instruction, Value
 from .._program.sends import Send, kind_of
 from .._read.source import short_path
-from .._searches import reach
+from .._searches import reach, readers
 from .graph import Collective, Phase
+from .phases import changes_params
 from .places import MOVES, Places, is_backward, readers_of_parameters
 
 # Instructions that put arrays together or take them apart. They are of no layer on the way of a gradient.
@@ -23,6 +24,14 @@ class Placing:
         self.program, self.places, self.phases = places.program, places, places.phases
         self._glue = {draft.at for draft in self.phases.glue}
         self._optimizers = {draft.at for draft in self.phases.optimizers}
+        # Collectives behind an update send new params, and no gradients.
+        self._after_update = {condition: condition for condition in self.phases.conditions}
+        params = {weight for row in self.phases.rows for each in (row.draft, *row.gathered) for weight in each.weights}
+        behind_of = readers(places.net.sources())
+        for draft in self.phases.optimizers:
+            if changes_params(draft, params):
+                behind = reach([draft.at], behind_of) & self._glue
+                self._after_update |= dict.fromkeys(behind, draft.at)
         self._readers = readers_of_parameters(places.net, (row.draft for row in self.phases.rows))
 
     def place(self, send: Send) -> Collective:
@@ -62,6 +71,8 @@ class Placing:
     def _where(self, instruction: Instruction) -> tuple[Phase, list[int]]:
         """Where most of the bytes go that are sent together, and the layers of all that go there."""
         at = self.places.draft_at.get(instruction.name)
+        if at is not None and at in self._after_update:
+            return "optimizer", [self._after_update[at]]
         if at is not None and at in self._glue:
             return "gradients", self._summed(instruction, at)
         if at is not None and at in self.phases.gathers:

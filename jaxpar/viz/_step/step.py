@@ -29,10 +29,10 @@ from .._program.hlo import Program, program_of
 from .._program.memory import StepMemory, memory_of
 from .._program.sends import sends_of
 from .._trace import all_layers, close
-from .edges import arguments_of, device_count, edges_of, mesh_of, padding_of
+from .edges import arguments_of, device_count, edges_of, mesh_of
 from .gathered import read_as_params
 from .graph import StepGraph, StepLayer, StepPart
-from .phases import Row, phases_of
+from .phases import Row, close_conditions, phases_of
 from .places import Places
 from .profile import Profile, check_profile, seconds_of
 from .sent import Placing
@@ -262,10 +262,7 @@ def _graph_of(
     part = functools.partial(_part, places, _peaks(places, live), seconds_of(seconds_or_folder, places))
     leaf_names = [value.name for value in net.raw.values[: len(jax.tree.leaves(args))]]
     network = to_graph(net)
-    padding = padding_of(leaf_names, args)
-    counted = {
-        node.name: node.params - sum(padding.pop(weight, 0) for weight in node.weights) for node in network.nodes
-    }
+    counted = {node.name: node.params for node in network.nodes}
     graph = StepGraph(
         layers=tuple(_layer(places, row, counted, part) for row in phases.rows),
         optimizers=tuple(_layer(places, Row(draft), {}, part) for draft in phases.optimizers),
@@ -274,7 +271,7 @@ def _graph_of(
         arguments=arguments_of(program, compiled, leaf_names, args),
         mesh=tuple(mesh.items()),
         devices=devices,
-        total_params=sum(counted.values()),
+        total_params=network.total_params,
         memory=memory,
     )
     return graph, network
@@ -295,7 +292,9 @@ def _traced(
             raise
         raise _failure(step, args, "traced", error) from error
     read_as_params(raw)
-    return all_layers(raw, repeats, rules)
+    net = all_layers(raw, repeats, rules)
+    close_conditions(net)
+    return net
 
 
 def _compiled(step: Callable[..., Any], args: tuple[Any, ...]) -> jax.stages.Compiled:
