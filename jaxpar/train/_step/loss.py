@@ -347,10 +347,9 @@ class ClassificationLoss:
         labels = batch["label"][:, None]
         accuracy = (logits.argmax(axis=1) == labels[:, 0]).mean()
         if not self.label_smoothing:
-            picked = jnp.take_along_axis(
-                jax.nn.log_softmax(logits), labels, axis=1
-            )  # NaN for a label that is too large
-            return -jnp.where(labels < 0, jnp.nan, picked).mean(), {"accuracy": accuracy}  # -1 would be the last class
+            picked = jnp.take_along_axis(jax.nn.log_softmax(logits), labels, axis=1)
+            # A label that is too large is NaN there. -1 would be the last class.
+            return -jnp.where(labels < 0, jnp.nan, picked).mean(), {"accuracy": accuracy}
         from optax import losses
 
         targets = jax.nn.one_hot(labels[:, 0], logits.shape[1], dtype=logits.dtype)
