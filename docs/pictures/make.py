@@ -1,4 +1,4 @@
-"""Draws the pictures of README.md, how_the_store_maps.md and viz.md; needs Graphviz's dot.
+"""Draws the pictures of README.md, how_the_store_maps.md and viz.md; needs Graphviz's dot and Debian's fonts-liberation.
 
 python docs/pictures/make.py [FOLDER]
 """
