@@ -1,4 +1,6 @@
-"""Draws the pictures of gallery.md; needs Graphviz's dot, Debian's fonts-liberation, and the packages of the extra `test`.
+"""Draws the pictures of gallery.md.
+
+It needs Graphviz's dot, Debian's fonts-liberation, see make.py, and the packages of the extra `test`.
 
 python docs/pictures/make_gallery.py [NAME ...]
 """
