@@ -1,6 +1,6 @@
 """Draws the pictures of README.md, how_the_store_maps.md and viz.md.
 
-It needs Graphviz's dot, and Debian's fonts-liberation, whose letters are as wide as those of Helvetica and Arial.
+It needs Graphviz's dot, and Debian's fonts-liberation, which is as wide as Helvetica and Arial.
 
 python docs/pictures/make.py [FOLDER]
 """

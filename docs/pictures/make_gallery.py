@@ -1,6 +1,6 @@
 """Draws the pictures of gallery.md.
 
-It needs Graphviz's dot, Debian's fonts-liberation, see make.py, and the packages of the extra `test`.
+It needs what make.py needs, and the packages of the extra `test`.
 
 python docs/pictures/make_gallery.py [NAME ...]
 """
