@@ -343,6 +343,24 @@ def test_the_end_of_a_round_is_one_box_with_other_options_too(options):
     ]
 
 
+@pytest.mark.parametrize("tx", [optax.adam(0.1), pytest.param(optax.sgd(0.1), marks=pytest.mark.slow)])
+def test_an_optimizer_that_is_given_the_gradients_of_an_earlier_step(tx):
+    """It was "jaxpar.divide", which puts those of this step into the state, and the sum was of no layer."""
+    options = {"devices": jax.devices()[:4], "kind": "dist_async", "staleness": 1}
+    state, made = train.start(arguments()[0], tx, lambda p, batch, rng: (loss_fn(p, batch), {}), **options)
+    plot = viz.plot_step(made, state, arguments()[2])
+    (update,) = plot.step.optimizers
+    assert update.name == update.op
+    assert "of earlier gradients" in m.words(plot)
+    layers = {f"layer{number}" for number in range(LAYERS)}
+    assert {(e.source, e.target) for e in plot.step.edges if e.phase == "gradients"} == {
+        (n, update.name) for n in layers
+    }
+    sends = [one for one in plot.step.collectives if one.phase == "gradients"]
+    assert {name for one in sends for name in one.layers} == layers
+    assert "dashed: " not in " ".join(m.words(plot))
+
+
 def test_two_conditions_behind_an_update_are_two_boxes():
     def step(params, opt_state, batch, number):
         params, opt_state, _ = globals()["step"](params, opt_state, batch)

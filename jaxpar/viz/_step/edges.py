@@ -80,7 +80,8 @@ def _gradients(places: Places) -> list[StepEdge]:
     for row in phases.rows:
         for target, value in (way for draft in row.backward for way in readers.get(draft.at, ())):
             array = net.raw.values[value]
-            for at in sorted(reach([target], on) & goals):
+            later = phases.late if row.draft.at in phases.waiting else set[int]()
+            for at in sorted(reach([target], on) & goals | later):
                 ends = names[row.draft.at], names[at]
                 edges.setdefault(ends, StepEdge(*ends, "gradients", array.shape, array.dtype))
     return list(edges.values())

@@ -42,6 +42,8 @@ class Phases:
     row_of: dict[int, Row] = field(default_factory=dict)  # of each forward and backward draft
     # Each closed condition behind an update, such as the mean of the params every few steps, and that update.
     conditions: dict[int, int] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set[int])  # updates by gradients of an earlier step, which are in the state
+    waiting: list[int] = field(default_factory=list[int])  # the layers whose gradients go there in this step
     gathers: dict[int, list[Row]] = field(default_factory=dict)  # what only gathers params: the layers that read it
     metrics: dict[str, list[int]] = field(default_factory=dict)  # each result that is no new state: its layers
 
@@ -58,6 +60,10 @@ def phases_of(net: Net) -> Phases:
     layers = {draft.forward.at for draft in net.layers if draft.forward is not None}
     results = _results(net.raw)
     gathers = _gathers(net, sources, readers_of) - layers
+    # With `staleness` an optimizer is given the gradients of an earlier step, and those of this step go into the state.
+    updates = {draft.at for draft in net.layers if draft.op in OPTIMIZERS} if gradients else set[int]()
+    late = phases.late = updates - after - before
+    behind_late = reach(late, readers_of)
     for draft in net.layers:
         if draft.at in gathers and draft.at in before:
             phases.of[draft.at] = "parameters"
@@ -69,10 +75,12 @@ def phases_of(net: Net) -> Phases:
             phases.of[draft.at] = "forward"
             row = phases.row_of[draft.at] = Row(draft)
             phases.rows.append(row)
-        else:  # a schedule of the optimizer reads no layer; a metric, or the check of a loss for NaN, does
+        else:
+            # A schedule of the optimizer reads no layer; a metric, or the check of a loss for NaN, does.
             reads_layers = not reach([draft.at], sources).isdisjoint(before | layers)
-            is_schedule = not reads_layers and reach([draft.at], readers_of) & after
-            phases.of[draft.at] = "optimizer" if is_schedule else "elsewhere"
+            leads_to = {draft.at} | reach([draft.at], readers_of)
+            is_of_update = not reads_layers and not leads_to.isdisjoint(after | late)
+            phases.of[draft.at] = "optimizer" if is_of_update or draft.at in behind_late else "elsewhere"
     _add_backward(net, phases)
     for draft in (draft for draft in net.layers if phases.of[draft.at] == "parameters"):
         ways = {at: read if phases.of.get(at) == "parameters" else set[int]() for at, read in readers_of.items()}
@@ -87,7 +95,15 @@ def phases_of(net: Net) -> Phases:
         reads_part = not parts.isdisjoint(sources.get(draft.at, ()))
         hands_on = draft.at in after and not draft.weights and all(name in results for name in draft.outputs)
         hands_on = hands_on and not (draft.op in OPTIMIZERS and reads_part)
+        if late and draft.at not in late:  # into the state, out of it, or a choice behind the update
+            hands_on = True
         (phases.glue if draft.op in COLLECTIVES or hands_on else phases.optimizers).append(draft)
+        if draft.at in late:
+            draft.detail = ", ".join(filter(None, (draft.detail, "of earlier gradients")))
+    glue = {draft.at for draft in phases.glue} & after
+    for row in phases.rows if late else ():
+        if not all(glue.isdisjoint(readers_of.get(draft.at, ())) for draft in row.backward):
+            phases.waiting.append(row.draft.at)
     closed = [draft for draft in phases.optimizers if _is_condition(net.raw, draft)]
     for draft in phases.optimizers if closed else ():
         behind = reach([draft.at], readers_of) if _is_update(draft) else set[int]()

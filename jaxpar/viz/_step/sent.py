@@ -104,6 +104,8 @@ class Placing:
             ]
             known_layers = layers or [at for at in readers if at != _UNKNOWN]
             return ("parameters", known_layers) if known_layers else ("elsewhere", [])
+        if passes == {"argument"} and self.phases.late:  # gradients of an earlier step
+            return "gradients", self.phases.waiting
         of_gradient = "backward" in passes or ("optimizer" in goals and is_backward(instruction.op_name))
         if of_gradient and goals <= {"optimizer", "result"}:
             layers = [at for at, phase in before if phase == "backward"]
