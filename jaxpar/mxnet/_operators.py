@@ -423,6 +423,13 @@ def unwrap(value: Any) -> Any:
     return back(value.array, value.axes) if isinstance(value, Turned) else value
 
 
+def once(value: Any) -> Any:
+    """A value of a network that XLA computes once, however many read it."""
+    if isinstance(value, Turned):
+        return Turned(lax.optimization_barrier(value.array), value.axes)
+    return None if value is None else lax.optimization_barrier(value)
+
+
 def image(value: Any) -> Any:
     """A value of a network as one of layout NHWC."""
     if isinstance(value, Turned) and value.axes == IMAGES:

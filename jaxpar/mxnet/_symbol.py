@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -365,13 +366,14 @@ class Model:
         values: list[Outputs] = []  # of the nodes so far
         new_statistics: dict[str, jax.Array] = {}
         left = iter(variables)
+        kept = _computed_once(self.symbol)
         for number, node in enumerate(self.symbol.nodes):
             if node.is_variable:
                 values.append((next(left),))
                 continue
             arrays = [self._output(values, i, k) for i, k in node.inputs]
             outputs, new = self._run(number, arrays, train, key)
-            values.append(outputs)
+            values.append(tuple(map(ops.once, outputs)) if number in kept else outputs)
             # Running statistics are the last arrays that a node takes.
             names = [self.symbol.nodes[i].name for i, _ in node.inputs[len(node.inputs) - len(new) :]]
             new_statistics.update(zip(names, new, strict=True))
@@ -483,6 +485,25 @@ class Model:
                 return None
             shapes[variable.name] = shape
         return jax.ShapeDtypeStruct(shapes[variable.name], jnp.float32)
+
+
+_NODES_BETWEEN = 32
+
+
+def _computed_once(graph: Graph) -> set[int]:
+    """Nodes with several readers, some dozen from each other, whose values XLA is to compute once.
+
+    On CPUs, XLA computes a value that is cheap again for each reader, with all that it is computed of. In a transformer
+    each layer reads the sum of those before it, and adds to it. So the program, and the time to compile it, would grow
+    with the square of the layers.
+    """
+    readers = Counter(i for node in graph.nodes for i, _ in node.inputs)
+    nodes, last = set[int](), 0
+    for number, node in enumerate(graph.nodes):
+        if not node.is_variable and readers[number] > 1 and number - last >= _NODES_BETWEEN:
+            nodes.add(number)
+            last = number
+    return nodes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
