@@ -361,6 +361,29 @@ def test_an_optimizer_that_is_given_the_gradients_of_an_earlier_step(tx):
     assert "dashed: " not in " ".join(m.words(plot))
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_another_network_may_be_updated_by_earlier_gradients_beside(by_hand):
+    """The gradients of the step go to their own optimizer, known or not."""
+    tx = optax.adam(0.1)
+
+    def step(params, opt_state, batch, other, other_state, earlier):
+        changes, other_state = tx.update(earlier, other_state, other)
+        other = optax.apply_updates(other, changes)
+        gradients = jax.grad(loss_fn)(params, batch)
+        if by_hand:
+            params = jax.tree.map(lambda p, g: jnp.clip(p - 0.1 * jnp.tanh(g), -1, 1), params, gradients)
+        else:
+            changes, opt_state = tx.update(gradients, opt_state, params)
+            params = optax.apply_updates(params, changes)
+        return params, opt_state, other, other_state
+
+    params, _, batch = arguments()
+    graph = viz.trace_step(jax.jit(step), params, tx.init(params), batch, params, tx.init(params), params)
+    assert not any("of earlier gradients" in one.detail for one in graph.optimizers)
+    targets = {edge.target for edge in graph.edges if edge.phase == "gradients"}
+    assert targets == {"Adam 2"} if not by_hand else targets and not targets & {"Adam", "Adam 2"}
+
+
 def test_two_conditions_behind_an_update_are_two_boxes():
     def step(params, opt_state, batch, number):
         params, opt_state, _ = globals()["step"](params, opt_state, batch)

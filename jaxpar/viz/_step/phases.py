@@ -61,7 +61,10 @@ def phases_of(net: Net) -> Phases:
     results = _results(net.raw)
     gathers = _gathers(net, sources, readers_of) - layers
     # With `staleness` an optimizer is given the gradients of an earlier step, and those of this step go into the state.
-    updates = {draft.at for draft in net.layers if draft.op in OPTIMIZERS} if gradients else set[int]()
+    # Where something reads params behind these, it is an update too, and the gradients go there.
+    params = {weight for draft in net.layers if draft.at in before | layers for weight in draft.weights}
+    goes_on = any(d.at in after - gradients and not params.isdisjoint(d.weights) for d in net.layers)
+    updates = {draft.at for draft in net.layers if draft.op in OPTIMIZERS} if gradients and not goes_on else set[int]()
     late = phases.late = updates - after - before
     behind_late = reach(late, readers_of)
     for draft in net.layers:
