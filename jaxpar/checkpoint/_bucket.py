@@ -301,20 +301,28 @@ class Sending:
 
 
 def send(path: BucketPath, folder: Path, names: Iterable[str]) -> None:
-    """Send files of a folder under the same names, several at a time."""
+    """Send files of a folder under the same names, several at a time.
+
+    Where one cannot be written, none is on its way any more when the error is raised.
+    """
     in_flight: collections.deque[tuple[BucketPath, int, Any]] = collections.deque()
 
     def wait_for_first() -> None:
         target, _, writing = in_flight.popleft()
         answer(target, writing)
 
-    for name in names:
-        content, target = (folder / name).read_bytes(), path / name
-        while in_flight and sum(size for _, size, _ in in_flight) + len(content) > _MOST_IN_FLIGHT:
+    try:
+        for name in names:
+            content, target = (folder / name).read_bytes(), path / name
+            while in_flight and sum(size for _, size, _ in in_flight) + len(content) > _MOST_IN_FLIGHT:
+                wait_for_first()
+            in_flight.append((target, len(content), opened(target).write(target.key, content)))
+        while in_flight:
             wait_for_first()
-        in_flight.append((target, len(content), opened(target).write(target.key, content)))
-    while in_flight:
-        wait_for_first()
+    finally:
+        # What was sent is removed after an error. An object that arrived after that would stay.
+        for _, _, writing in in_flight:
+            writing.exception()  # waits, and raises nothing
 
 
 def remove_all(path: BucketPath) -> None:

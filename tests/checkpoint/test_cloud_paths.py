@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 import fake_bucket
 import jax
@@ -341,6 +342,25 @@ def test_a_bucket_that_does_not_answer_is_an_error(server, folder, monkeypatch):
         server.before = lambda method, bucket, name: None
         assert checkpoint.latest(folder).name == "step_00000003"
         assert not any(name.startswith("more/") for name in names(server, folder))
+
+
+@pytest.mark.parametrize("refused", ["d/", "_CHECKPOINT_METADATA", "manifest.ocdbt"])
+def test_nothing_arrives_after_a_failed_save(server, folder, refused):
+    """Several objects are on their way at a time. One is refused at once, and the others take longer."""
+
+    def before(method, bucket, name):
+        if method in ("PUT", "POST") and "/more/" in name and not name.endswith(MANIFEST):
+            if refused in name:
+                return 403
+            time.sleep(0.3)
+        return None
+
+    server.before = before
+    with pytest.raises(OSError, match="more could not be written"):
+        checkpoint.save(f"{folder}/more", value(1))
+    assert names(server, folder) == []
+    time.sleep(0.5)
+    assert names(server, folder) == []
 
 
 def test_a_store_without_conditions_is_refused(server, folder, monkeypatch):
