@@ -193,6 +193,8 @@ MODELS = {
     "large MLP": mlp(784, 1024, 1024, 10),
     "ResNet": resnet(16, 3),
     "transformer": transformer(64, 2),
+    "deep ResNet": resnet(16, 27),  # 55 convolutions
+    "deep transformer": transformer(64, 24),
 }
 
 
@@ -208,6 +210,7 @@ def all_rows() -> list[Row]:
         rows += [Row("large MLP", 128, n, optimizer) for optimizer in ("SGD", "Adam")]
         rows += [Row("ResNet", size, n, "momentum") for size in (2, 32)]
         rows += [Row("transformer", size, n, "Adam") for size in (2, 16)]
+        rows += [Row("deep ResNet", 32, n, "momentum"), Row("deep transformer", 16, n, "Adam")]
     return rows
 
 

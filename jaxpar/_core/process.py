@@ -21,6 +21,11 @@ from .text import say_before_exit
 _ARENA_MAX, _MMAP_MAX, _TRIM_THRESHOLD = -8, -4, -1
 _OPTIONS = {_ARENA_MAX: 1, _MMAP_MAX: 0, _TRIM_THRESHOLD: -1}
 
+# What stays free at the end of a heap. A thread's heap has 64 MB, and goes back to Linux as a whole if less is to stay.
+# The threshold is the largest that the library knows. It arrives there by itself, unless another option is set.
+_TOP_PAD, _MMAP_THRESHOLD = -2, -3
+_OPTIONS_OF_BLOCKS = {_TOP_PAD: 256 << 20, _MMAP_THRESHOLD: 32 << 20}
+
 
 class Signals:
     """A block in which signals are recorded. It must be in the main thread, unless there are no numbers."""
@@ -72,10 +77,21 @@ def keep_freed_memory() -> bool:
     # XLA takes the memory of all intermediate values of a program at once. The C library hands blocks of that size back
     # to the kernel, and the thread that computes fills each page of the next block with zeros: 84,000 pages in a step
     # of ResNet-18, a tenth of its time (`benchmarks/NOTES.md`). Threads that have allocated before go on as they did.
+    return _mallopt(_OPTIONS)
+
+
+def keep_freed_blocks() -> bool:
+    """Have `malloc` keep freed blocks of less than 32 MB, in the whole process. Whether this C library can."""
+    # It does so by itself too, but for whole heaps that happen to be free. How many are depends on how the threads of a
+    # process began: a step of ResNet-18 touched between 5,000 and 24,000 new pages, and none with these options.
+    return _mallopt(_OPTIONS_OF_BLOCKS)
+
+
+def _mallopt(options: dict[int, int]) -> bool:
     library = ctypes.CDLL(None) if os.name == "posix" else None
     if not hasattr(library, "gnu_get_libc_version"):
         return False
-    done = [library.mallopt(option, value) for option, value in _OPTIONS.items()]
+    done = [library.mallopt(option, value) for option, value in options.items()]
     return all(done)
 
 

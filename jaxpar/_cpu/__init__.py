@@ -20,7 +20,6 @@ A program for other devices is not changed: `for_platform` returns its function 
 from .convolution import conv_general_dilated as conv_general_dilated
 from .pooling import avg_pool as avg_pool, max_pool as max_pool
 from .replace import (
-    IS_KEPT as IS_KEPT,
     fast_loops as fast_loops,
     fast_on_cpus as fast_on_cpus,
     for_platform as for_platform,

@@ -125,15 +125,20 @@ def _replace_equation(
         return eqn.replace(primitive=new)
     if new is not None and (replaced := new(eqn)) is not None:
         return replaced
+    inside = in_loops if eqn.primitive.name in _LOOPS else instead
+    return with_programs(eqn, lambda program: replace_primitives(program, inside, in_loops, done))
+
+
+def with_programs(eqn: JaxprEqn, new: Callable[[Program], Program]) -> JaxprEqn:
+    """An equation with new programs inside, where XLA compiles these as it does the program around them."""
     if eqn.primitive.name not in _WITH_PROGRAMS:
         return eqn
-    inside = in_loops if eqn.primitive.name in _LOOPS else instead
 
     def parameter(value: Any) -> Any:
         if type(value) is tuple:  # branches, or shardings and the like
             return tuple(map(parameter, value))
         # Open and closed jaxprs, which are two classes in older versions of jax.
-        return replace_primitives(value, inside, in_loops, done) if hasattr(value, "eqns") else value
+        return new(value) if hasattr(value, "eqns") else value
 
     return eqn.replace(params={name: parameter(value) for name, value in eqn.params.items()})
 

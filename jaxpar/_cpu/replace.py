@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from platform import libc_ver
 from typing import Any
 
 import jax
@@ -14,11 +13,12 @@ from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
-from . import cells, kernels, primitive, recurrent, shares
+from . import cells, kernels, recurrent, shares
 from .convolution import CONVOLUTION_IN_LOOP, conv_in_loop_p, conv_p
 from .pooling import max_p, scatter_p, sum_p
-from .primitive import Program, Replacements
+from .primitive import Program, Replacements, replace_primitives
 from .products import half_sum, product_p
+from .sums import sums_once
 
 _INSTEAD = {
     lax.conv_general_dilated_p: conv_p,
@@ -47,14 +47,14 @@ def for_platform(
     if platform != "cpu":
         return function
     if mesh is None or not axes:
-        return _with(function, _INSTEAD, _INSTEAD_IN_LOOPS)
+        return fast_on_cpus(function)
     loops = dict.fromkeys((recurrent.loop_p, recurrent.transposed_p), functools.partial(shares.loop, mesh, axes))
 
     def split(own_p: Primitive) -> dict[Any, Callable[[Any], Any]]:
         convolution = functools.partial(shares.convolution, mesh, axes, own_p)
         return {lax.conv_general_dilated_p: convolution, conv_p: convolution, **loops}
 
-    return _with(function, _INSTEAD | split(conv_p), _INSTEAD_IN_LOOPS | split(conv_in_loop_p))
+    return _with(function, _fast(_INSTEAD | split(conv_p), _INSTEAD_IN_LOOPS | split(conv_in_loop_p)))
 
 
 def is_slow_in_a_loop(text: str) -> bool:
@@ -66,8 +66,9 @@ def fast_on_cpus(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function with faster formulas for CPUs.
 
     `function` is traced. Its convolutions are replaced by `conv_general_dilated`, its products over several axes by
-    products of two matrices, and its pooling by slices, also inside loops, branches, `jit` and `checkpoint`. On other
-    platforms nothing changes. `train.make_train_step` does this by itself, so use `fast_on_cpus` in your own loops.
+    products of two matrices, and its pooling by slices, also inside loops, branches, `jit` and `checkpoint`. A sum that
+    several layers read, as in residual connections, is computed once. On other platforms nothing changes.
+    `train.make_train_step` does this by itself, so use `fast_on_cpus` in your own loops.
 
     Pass the function that computes the gradient, not the loss: the operations that are slowest in XLA appear only in
     derivatives. Recurrent layers need both, `fast_on_cpus(jax.grad(fast_on_cpus(loss)))`: where jaxpar-cpu is
@@ -89,8 +90,7 @@ def fast_on_cpus(function: Callable[..., Any]) -> Callable[..., Any]:
         >>> grads.shape
         (4, 3)
     """
-
-    return _with(function, _INSTEAD, _INSTEAD_IN_LOOPS)
+    return _with(function, _fast(_INSTEAD, _INSTEAD_IN_LOOPS))
 
 
 def fast_loops(function: Callable[..., Any], platform: str) -> Callable[..., Any]:
@@ -99,16 +99,23 @@ def fast_loops(function: Callable[..., Any], platform: str) -> Callable[..., Any
     The gradient of a scan is two other scans, and neither is the loop of a cell. Without the kernels, or for another
     platform, it is the function itself.
     """
-    return _with(function, {lax.scan_p: cells.fused}) if platform == "cpu" and kernels.are_loaded() else function
+    if platform != "cpu" or not kernels.are_loaded():
+        return function
+    return _with(function, lambda program: replace_primitives(program, {lax.scan_p: cells.fused}))
 
 
-def _with(
-    function: Callable[..., Any], instead: Replacements, in_loops: Replacements | None = None
-) -> Callable[..., Any]:
+def _fast(instead: Replacements, in_loops: Replacements) -> Callable[[Program], Program]:
+    """What makes a program fast, with its derivatives in it."""
+    return lambda program: sums_once(replace_primitives(program, instead, in_loops))
+
+
+def _with(function: Callable[..., Any], rewrite: Callable[[Program], Program]) -> Callable[..., Any]:
+    """A function whose program is rewritten."""
+
     @functools.wraps(function)  # a compiled program has its name, and the names of its arguments
     def replaced(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        program = primitive.replace_primitives(closed, instead, in_loops)
+        program = rewrite(closed)
         results = jaxpr_as_fun(program)(*jax.tree.leaves(args))
         # A result that is a constant comes as a number of Python or NumPy, which has no dtype of its own.
         leaves, structure = jax.tree.flatten(shapes)
@@ -124,7 +131,6 @@ def _with(
 # Bytes of a block, and of the largest one that the library keeps. Of 4 to 30 MB, 12 touched the fewest new pages
 # (benchmarks/NOTES.md).
 _USUAL, _MOST = 12_000_000, 30_000_000
-IS_KEPT = libc_ver()[0] == "glibc"
 
 
 def in_blocks(jaxpr: Program) -> dict[str, int] | None:

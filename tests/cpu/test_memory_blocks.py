@@ -1,7 +1,10 @@
 """A step over several CPU devices has its intermediate values in blocks that the C library keeps: the same bits."""
 
 import functools
+import os
 import platform
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -112,3 +115,38 @@ def test_one_device_and_other_programs_around_a_step_take_memory_as_it_comes():
     step, state, _ = trained("shard_map")
     inside, _ = jax.jit(step)(state, {"x": np.ones((4, 3), np.float32)})
     np.testing.assert_allclose(inside.params["narrow"], once.params["narrow"], rtol=1e-6)
+
+
+NEW_PAGES = """
+import resource
+from jaxpar import parallel, train
+parallel.use_cpu_devices(2)
+import jax.numpy as jnp, numpy as np, optax
+
+def loss(params, batch):  # twelve values of 8 MB, forward and backward
+    x = batch["x"] @ params["first"]
+    for weight in params["layers"]:
+        x = jnp.tanh(x @ weight)
+    return (x**2).mean()
+
+params = {"first": jnp.ones((4, 64)), "layers": [jnp.eye(64) for _ in range(12)]}
+state, step = train.start(params, optax.sgd(0.1), loss)
+batch = {"x": np.ones((65_536, 4), np.float32)}
+
+def pages():
+    global state
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    state, metrics = step(state, batch)
+    float(metrics["loss"])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(sorted(pages() for _ in range(15))[8])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the GNU C library keeps blocks")
+def test_a_step_over_devices_touches_no_new_pages():
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "MALLOC", "GLIBC"))}
+    done = subprocess.run([sys.executable, "-c", NEW_PAGES], env=clean, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 1_000

@@ -23,8 +23,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding
 
 from ..._core import checks, host
 from ..._core.arrays import Device, is_tracing
+from ..._core.process import keep_freed_blocks
 from ..._core.recent import forget
-from ..._cpu import IS_KEPT, for_platform, in_blocks
+from ..._cpu import for_platform, in_blocks
 from ..._devices.mesh import STORE_AXIS, are_on, put, put_copy, wait_before_collectives
 from ..._devices.user_mesh import without_types
 from ..._store.store import mesh_of_values, sharding_of
@@ -264,7 +265,7 @@ class JointProgram:
 
         # On CPUs the C library keeps blocks of memory from step to step, if no value of the program needs a larger one.
         # With a block for each value one device takes half as much memory again, several take hardly more.
-        self._has_blocks = platform == "cpu" and IS_KEPT and len(mesh.local_devices or ()) > 1
+        self._has_blocks = platform == "cpu" and len(mesh.local_devices or ()) > 1 and keep_freed_blocks()
         self._in_blocks: dict[tuple[Any, ...], Any] = {}  # the program to run, by the shapes of a batch
 
         # 5. The end of training.
