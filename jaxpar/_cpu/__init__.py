@@ -1,4 +1,4 @@
-"""What CPUs compute faster than XLA does: convolutions, products over several axes, pooling, LSTM.
+"""What CPUs compute faster than XLA does: convolutions, products over several axes, pooling, LSTM, sums of many layers.
 
     replace        the hook: `fast_on_cpus` puts the primitives of this room in the place of lax's; blocks of memory
     primitive      makes such a primitive: lax's own but for its lowering on CPUs
@@ -12,6 +12,7 @@
     winograd       windows of 3 x 3 with less than half of the multiplications
     grouped        depthwise convolutions and groups
     pooling        pooling and its gradients as slices
+    sums           sums that several layers read, computed once
     lenet_layers   the two convolutions of LeNet, with the batch as the last axis
 
 A program for other devices is not changed: `for_platform` returns its function as it is.
