@@ -219,7 +219,7 @@ def fill(saved: Found, like: PyTree) -> PyTree:
     except ValueError as error:
         why = text.for_terminal(str(error), _files.MOST_SHOWN)
         misfit = CheckpointError(f"{saved.path} does not fit `like`: {why}")
-        misfit.is_misfit = True
+        misfit._is_misfit = True
         raise misfit from None
     for remark in remarks if jax.process_index() == 0 else ():
         say(f"{saved.path}: {remark}")
@@ -405,7 +405,7 @@ class Manager:
                 chosen = chosen or _files.read(path, verified=False)
                 state = fill(chosen, template)
             except (CheckpointError, FileNotFoundError) as error:
-                if isinstance(error, CheckpointError) and error.is_misfit:
+                if isinstance(error, CheckpointError) and error._is_misfit:
                     misfit = error
                 else:
                     unreadable = str(error)

@@ -45,8 +45,8 @@ _HINTS = {
     "shuffle": "fit shuffles by state.rng; data.from_iterable(batches) keeps the order of the batches",
     "verbose": "write progress=True or progress=False",
     **dict.fromkeys(("x", "y"), _IN_ONE),
-    "steps_per_epoch": "an epoch has the batches of the data; data.from_iterable(loader, steps_per_epoch=) sets another "
-    "number, and max_steps= ends the run",
+    "steps_per_epoch": "an epoch has the batches of the data; write data.from_iterable(loader, steps_per_epoch=5), and "
+    "max_steps= ends the run",
     "devices": "give them to train.start or train.create_state",
     **dict.fromkeys(("seed", "rng"), "give rng= to train.start or train.create_state"),
 }

@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from ..._core import checks
 from ..._core.arrays import KeyPath, PyTree, is_prng_key
 from ..._core.functions import check_takes, has_parameter
+from ..._core.text import warn
 from .state import carries, is_floating
 
 
@@ -237,6 +238,13 @@ def shard_mean(pair: Any, name: str) -> Mean:
     if jnp.shape(pair.total) != jnp.shape(pair.weight):
         fault = f"the sum has shape {jnp.shape(pair.total)} and the weight {jnp.shape(pair.weight)}"
         raise ValueError(f"{name}: {fault}; give two scalars, or two arrays of one shape, which are summed")
+    # A sum of the user's own has these dtypes by `compute_dtype`. bfloat16 rounds counts above 256, and float16 those
+    # above 2048, of which the largest become infinite: then the loss would be 0.
+    if jnp.shape(pair.weight) == () and jnp.result_type(pair.weight) in (jnp.bfloat16, jnp.float16):
+        warn(
+            f"{name}: the weight is a sum in {jnp.result_type(pair.weight)}, which rounds large counts; write "
+            "mask.sum(dtype=jnp.float32), or give a row for each example, which the step sums in float32"
+        )
     return Mean(widen(pair.total).sum(), widen(pair.weight).sum())
 
 
