@@ -352,6 +352,11 @@ class ClassificationLoss:
         checks.labels(batch["label"], "classification_loss")
         # (n, classes), in float32: the logarithm of a softmax in bfloat16 has two digits.
         logits = self.apply_fn(params, batch["image"]).astype(jnp.float32)
+        if logits.ndim != 2 or logits.shape[1] == 1:  # of one logit the softmax is always 1
+            raise ValueError(
+                f"classification_loss: apply_fn must return logits (n, classes), got {checks.describe(logits)}; of one "
+                "logit an example write a loss_fn with optax.sigmoid_binary_cross_entropy"
+            )
         labels = batch["label"][:, None]
         accuracy = (logits.argmax(axis=1) == labels[:, 0]).mean()
         if not self.label_smoothing:
