@@ -79,7 +79,7 @@ class TrainState:
     def opt_state(self) -> Any:
         """The state of the optimizer. Of an optimizer of `jp.updaters`, it is a dict with that of each key.
 
-        It is made anew at each call, so assigning into its dicts changes nothing: see `updaters.set_learning_rate`.
+        Do not assign into its dicts, which of an optax optimizer changes nothing: see `updaters.set_learning_rate`.
         """
         check_not_donated(self.store, "state.opt_state")
         has_one = isinstance(self.store.updater, updaters._TreeOptimizer)
