@@ -34,20 +34,27 @@ def renamed_arguments(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]
     return decorate
 
 
-def no_such_arguments(hints: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def no_such_arguments(
+    hints: Mapping[str, str], *, too_many: str | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator: `TypeError` for arguments of other libraries, with what to write here, by their names.
 
-    One table serves several functions: a name that a function has is no mistake there.
+    One table serves several functions: a name that a function has is no mistake there. `too_many` is what to write in
+    place of more arguments without a name than there are.
     """
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
-        caller, wrong = _public_name(fn), hints.keys() - inspect.signature(fn).parameters.keys()
+        parameters = inspect.signature(fn).parameters
+        caller, wrong = _public_name(fn), hints.keys() - parameters.keys()
+        most = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters.values())
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             __tracebackhide__ = True  # IPython and pytest leave this frame out of a traceback
             for name in wrong & kwargs.keys():
                 raise TypeError(f"{caller}: there is no argument {name!r}; {hints[name]}")
+            if too_many is not None and len(args) > most:
+                raise TypeError(f"{caller}: expected {most} arguments without a name, got {len(args)}; {too_many}")
             return fn(*args, **kwargs)
 
         return call

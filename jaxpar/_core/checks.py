@@ -184,7 +184,9 @@ def batch_length(data: PyTree, caller: str, axis: int = 0, advice: str = "") -> 
     if not shapes:
         raise ValueError(f"{caller}: expected arrays with a row for each example, got none in {describe(data)}")
     which = "second axis, the one after that of the steps" if axis else "first axis"
-    hint = "; write a list of numbers as np.array(numbers)" if () in shapes else advice
+    hint = advice
+    if () in shapes:
+        hint = "; write a list of numbers as np.array(numbers), and one number for n examples as np.full(n, number)"
     raise ValueError(
         f"{caller}: the arrays of a batch must share the length of their {which}, got {shorten(shapes)}{hint}"
     )

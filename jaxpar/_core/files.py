@@ -22,6 +22,8 @@ from . import process
 class CheckpointError(ValueError):
     """The checkpoint is damaged, from another program, or of another state."""
 
+    _is_misfit = False  # whether the checkpoint is good, and of another state
+
 
 # Paths that a user gives. Each argument that takes one goes through `as_path` when the call begins.
 

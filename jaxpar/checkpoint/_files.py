@@ -353,7 +353,12 @@ def as_checkpoint(path: str | os.PathLike[str] | None) -> AnyPath:
     """The path of a checkpoint that `restore` is given."""
     if path is None:
         raise FileNotFoundError("checkpoint.restore: the path is None; checkpoint.latest found no checkpoint")
-    return _bucket.as_path(path, "checkpoint.restore: path")
+    given = _bucket.as_path(path, "checkpoint.restore: path")
+    if isinstance(given, Path) and given.is_dir() and not (given / MANIFEST).exists() and newest_first(given)[0]:
+        raise CheckpointError(
+            f"checkpoint.restore: {given} has checkpoints in it; give checkpoint.latest({str(given)!r})"
+        )
+    return given
 
 
 def read(path: AnyPath, *, verified: bool = True) -> Found:

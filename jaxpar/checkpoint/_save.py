@@ -218,7 +218,9 @@ def fill(saved: Found, like: PyTree) -> PyTree:
         raise
     except ValueError as error:
         why = text.for_terminal(str(error), _files.MOST_SHOWN)
-        raise _Misfit(f"{saved.path} does not fit `like`: {why}") from None
+        misfit = CheckpointError(f"{saved.path} does not fit `like`: {why}")
+        misfit._is_misfit = True
+        raise misfit from None
     for remark in remarks if jax.process_index() == 0 else ():
         say(f"{saved.path}: {remark}")
     return state
@@ -226,10 +228,6 @@ def fill(saved: Found, like: PyTree) -> PyTree:
 
 def say(message: str) -> None:
     text.say(text.for_terminal(message, _files.MOST_SHOWN), "jaxpar: checkpoint")
-
-
-class _Misfit(CheckpointError):
-    """The checkpoint is good, and of another state than `like`."""
 
 
 class Manager:
@@ -406,10 +404,11 @@ class Manager:
             try:
                 chosen = chosen or _files.read(path, verified=False)
                 state = fill(chosen, template)
-            except _Misfit as error:
-                misfit = error
             except (CheckpointError, FileNotFoundError) as error:
-                unreadable = str(error)
+                if isinstance(error, CheckpointError) and error._is_misfit:
+                    misfit = error
+                else:
+                    unreadable = str(error)
 
             # 3. All take it, or all look for an earlier one: where a process cannot read it, or reads another one.
             refused, digest = "", None if chosen is None else _files.digest(chosen.body)

@@ -170,7 +170,9 @@ class Int8(_Rounded):
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         shape, size = state["residual"].shape, state["residual"].size
         wanted = _codes.pad(_base.with_residual(value, state), _INT8_BLOCK).reshape(-1, _INT8_BLOCK)  # (blocks, 1024)
-        scales = jnp.abs(wanted).max(-1) / 127  # (blocks,)
+        # A maximum may pass over NaN. An infinite scale makes codes * scale NaN, in the sum and in the residual.
+        largest = jnp.where(jnp.isfinite(wanted).all(-1), jnp.abs(wanted).max(-1), np.float32(np.inf))
+        scales = largest / 127  # (blocks,)
         # Subnormal scales may be flushed to 0 in the quotient. Such a block stays in the residual.
         scales = jnp.where(scales < np.finfo(np.float32).tiny, np.float32(0), scales)
         quotient = wanted / jnp.where(scales == 0, np.float32(1), scales)[:, None]

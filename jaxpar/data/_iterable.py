@@ -505,6 +505,11 @@ def _lengths(batch: PyTree, share: int, at: int, first: dict[str, int]) -> dict[
     lengths = {name: shape[0] for name, shape in shapes.items() if shape}
     if lengths.keys() == shapes.keys() and max(lengths.values(), default=0) == share and lengths == (first or lengths):
         return lengths
+    if first and shapes.keys() != first.keys():
+        raise ValueError(
+            f"{_CALLER}: batch {at} of the epoch has {', '.join(sorted(shapes))}, but the first batch has "
+            f"{', '.join(sorted(first))}; give all batches the same arrays"
+        )
     if len({*first.values()}) > 1:
         expected = f"{', '.join(f'{name} of {n} rows' for name, n in first.items())}, as the first batch"
         hint = "give all batches the same lengths"

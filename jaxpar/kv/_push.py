@@ -94,8 +94,8 @@ def push(store: KVStore, key: Key | Keys, value: PyTree, *, axis_name: str | Non
 
     Gradients under shard_map:
         With `check_vma=True`, the default, jax already sums the gradient of replicated params, and a push would sum it
-        again. Pass `check_vma=False`, or mark the params with `jax.lax.pcast(params, axis_name, to="varying")`, as
-        `train.make_train_step` does.
+        again, which it warns of. Pass `check_vma=False`, or mark the params with
+        `jax.lax.pcast(params, axis_name, to="varying")`, as `train.make_train_step` does.
     """
     # All is checked before any work, so a wrong call leaves no process waiting for the others.
     # 1. The values of each key: one for each device, and those of a key that is given again.
@@ -143,6 +143,16 @@ def push(store: KVStore, key: Key | Keys, value: PyTree, *, axis_name: str | Non
                     f"kv.push: key {k}: this store of kind {store.kind!r} is on devices of several processes; push "
                     "inside shard_map with axis_name, or use kind 'dist_sync'"
                 )
+    # With check_vma=True the types say that jax has summed a gradient already. The sum of the equal ones is n times it.
+    varies = functools.partial(_varies_over, axis_name)
+    summed = [k for k, values in dense.items() if axis_name is not None and not all(map(varies, values))]
+    if summed and varies(jax.lax.axis_index(axis_name)):
+        warn(
+            f"kv.push: key {summed[0]}: this value is the same on all devices of {axis_name!r}, and the sum counts it "
+            "once for each. If it is the gradient of replicated params, jax has summed it already: pass "
+            f"check_vma=False to shard_map, or mark the params by jax.lax.pcast(params, {axis_name!r}, to='varying'). "
+            "If it is not, mark the value so"
+        )
 
     # 3. An optimizer that sees the whole pytree needs the gradients of all trained params at once, and whole ones.
     if isinstance(store.updater, TreeOptimizer):
@@ -268,6 +278,11 @@ def _apply_of(store: KVStore, axis_name: str | None, caller: str) -> queue.Apply
             f"summed over the devices; give axis_name={axes[0]!r}, or use kind='local' for a separate store on each"
         )
     return functools.partial(aggregate.push, axis_name=axis_name)
+
+
+def _varies_over(axis_name: str | None, value: Any) -> bool:
+    """Whether the type of a value says that it differs by device. Without check_vma=True no type does."""
+    return axis_name in jax.typeof(value).manual_axis_type.varying
 
 
 # A push at the prompt: sum within the process, sum over the processes, update.

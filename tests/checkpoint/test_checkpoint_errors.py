@@ -62,6 +62,11 @@ REFUSED = {
     "long doubles": (T, save({"x": np.zeros(2, np.longdouble)}), ["leaf 'x'", str(np.dtype(np.longdouble))]),
     "a large int": (T, save({"x": 2**70}), ["leaf 'x'", "object"]),
     "over a checkpoint": (FileExistsError, save(TREE, "a"), ["a exists"]),
+    "a directory of checkpoints to restore": (
+        C,
+        lambda folder: checkpoint.restore(folder, TREE),
+        ["checkpoint.restore:", "has checkpoints in it", "checkpoint.latest("],
+    ),
     "over an empty directory": (FileExistsError, save(TREE, "empty"), ["empty exists"]),
     "below a file": (NotADirectoryError, save(TREE, "file/below"), ["file"]),
     "none to keep": (V, lambda folder: checkpoint.Manager(folder, keep=0), ["Manager", "keep", "1 or more", "got 0"]),
@@ -153,7 +158,8 @@ def test_what_is_refused(case, folder):
     """Nothing is written by then, and what was there is as it was."""
     error, call, content = REFUSED[case]
     before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
-    with pytest.raises(error, match=".*".join(map(re.escape, content))):
+    with pytest.raises(error, match=".*".join(map(re.escape, content))) as caught:
         call(folder)
+    assert error is OSError or type(caught.value) is error, "a class that users do not know"
     shutil.rmtree(folder / "other", ignore_errors=True)
     assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before

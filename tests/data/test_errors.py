@@ -186,6 +186,11 @@ REFUSED = {
     # Sources.
     "a number": (T, lambda: data.as_source(3), ["iterable", "a int"]),
     "a name": (T, lambda: data.as_source("mnist"), ["'mnist'", "data.load('mnist')"]),
+    "another array in a later batch": (
+        V,
+        lambda: list(data.from_iterable([BATCHES[0], {**BATCHES[1], "z": BATCHES[1]["x"]}]).batches(4)),
+        ["batch 1 of the epoch has", "'z'", "but the first batch has"],
+    ),
     "no steps": (V, lambda: data.from_iterable(LOADER, steps_per_epoch=0), ["steps_per_epoch", "got 0"]),
     "a word for steps": (V, lambda: data.from_iterable(LOADER, steps_per_epoch="every"), ["steps_per_epoch 'every'"]),
     "epochs of what is read once": (

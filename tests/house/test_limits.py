@@ -85,3 +85,4 @@ def test_a_deep_copy_of_a_state(kind):
     step = train.make_train_step(lambda params, batch, rng: ((params["w"] - batch).sum(), {}))
     assert step(state, jnp.ones((2, 1)))[1]["loss"] == step(other, jnp.ones((2, 1)))[1]["loss"]
     assert jnp.isfinite(kv.to_params(copy.deepcopy(store))["w"]).all()
+    assert copy.copy(state).store is state.store

@@ -8,6 +8,7 @@ Other wrong calls may end in the words of Python or JAX, if nothing is lost, wro
 import dataclasses
 import functools
 import operator
+import pickle
 import tempfile
 from pathlib import Path
 
@@ -520,6 +521,18 @@ MISTAKES = {
             "`return loss, {'accuracy': accuracy}` in `loss_fn`, and `eval_fn=` for scores of other data.",
         ),
         "Lightning's max_epochs": (T, lambda: fit(max_epochs=1), ["'max_epochs'; write epochs="], "`epochs=5`"),
+        "Keras's x and y": (
+            T,
+            lambda: train.fit(state(), STEP, BATCH["image"], BATCH["label"], **FIT),
+            ["expected 3 arguments", "got 4", "data.Dataset(x, y)"],
+            "`data.Dataset(x, y)`, or a dict of arrays.",
+        ),
+        "Keras's steps_per_epoch": (
+            T,
+            lambda: fit(steps_per_epoch=5),
+            ["'steps_per_epoch'", "data.from_iterable", "max_steps="],
+            "`data.from_iterable(loader, steps_per_epoch=5)`, or `max_steps=`.",
+        ),
         "Keras's verbose": (T, lambda: fit(verbose=1), ["'verbose'; write progress="], "`progress=False`"),
     },
     "Data": {
@@ -586,6 +599,12 @@ MISTAKES = {
             lambda: checkpoint.save(state(), "path"),
             ["the first argument", "a TrainState"],
             "`checkpoint.save(path, state)`",
+        ),
+        "a state to pickle": (
+            T,
+            lambda: pickle.dumps(state()),
+            ["checkpoint.save(path, state)", "jax.device_get(state.params)"],
+            "`checkpoint.save(path, state)`, or pickle `jax.device_get(state.params)`.",
         ),
         "nothing there": (
             FileNotFoundError,

@@ -407,6 +407,7 @@ def test_what_is_no_callback():
         ({"callbacks": Odd()}, r"Odd has a memory, so its on_step must be a function of \(memory, step, metr"),
         ({"on_step": Mine().on_step}, r"on_step must be .* \(step, metrics\), got on_step\(memory, step, metrics\)"),
         ({"callbacks": Bare()}, r"Bare.on_epoch must return \(memory, stop\), got"),
+        ({"callbacks": lambda state, record: state}, r"callback function returned a state, .* a schedule or optax"),
         ({"callbacks": Mine(more=object()), "checkpoint_dir": "never"}, r"save the memory of Mine.*\['more'\]"),
     ]:
         with pytest.raises(TypeError, match=words):

@@ -112,6 +112,26 @@ def test_compressed_stores_look_at_what_is_pushed(kind, spec):
     assert error.value.names == ("loss", "w")
 
 
+def roots_of_first(params, batch, rng):
+    return roots(params, batch[0], rng)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+@pytest.mark.parametrize("compression", ["2bit", "int8", "1bit", "bf16", "int3", "topk", "powersgd"])
+def test_the_loss_shows_a_gradient_that_a_compressor_could_not_send(compression, kind):
+    """A residual keeps NaN, for which `2bit` sends 0: the param would never train again, and nothing would show it."""
+    params, losses = {"w": jnp.ones((8, 2)), "b": jnp.zeros(())}, []
+    state = start(4, kind, params=params, compression={"type": compression})
+    good = np.full((4, 8, 2), 1e-4, np.float32)
+    bad = good.copy()
+    bad[2, 5, 1] = 0  # the gradient of its root is NaN, and the root is not
+    for batch in (good, bad, good):
+        state, metrics = step_of(roots_of_first)(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert np.isfinite(losses).tolist() == [True, True, False], losses
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_a_compressor_that_overflows_is_noticed(kind):

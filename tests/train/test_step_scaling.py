@@ -1,5 +1,7 @@
 """Loss scaling: gradients that float16 would lose, a scale that finds its size, and a state that is saved."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,3 +149,19 @@ def test_the_state_is_completed_once_and_what_is_there_stays():
     plain = step_of(squares, grad_transform=optax.clip_by_global_norm(1.0))
     assert plain.complete(state) is state
     assert plain.complete(start(2)).transform == ()
+
+
+def test_a_weight_that_16_bits_round_is_warned_of():
+    """70,000 ones are infinite in float16, and the loss would be 0. A row for each example is summed in float32."""
+
+    def pairs(params, batch, rng, *, rows=False):
+        total, weight = params["w"] * batch, batch
+        return ((total, weight) if rows else (total.sum(), weight.sum())), {}
+
+    def loss_of(loss_fn):
+        state = start(1, tx=optax.sgd(0.0), params={"w": jnp.ones(())})
+        return float(step_of(loss_fn, compute_dtype=jnp.float16)(state, np.ones(70_000, np.float32))[1]["loss"])
+
+    with pytest.warns(UserWarning, match="the loss: the weight is a sum in float16.* mask.sum.dtype=jnp.float32"):
+        loss_of(pairs)
+    assert loss_of(functools.partial(pairs, rows=True)) == 1.0

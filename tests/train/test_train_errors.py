@@ -307,6 +307,25 @@ REFUSED = {
         lambda: train.accuracy(jnp.ones(4), jnp.ones(4, int)),
         ["accuracy", "(4,)", "(logits > 0) == labels"],
     ),
+    "a column of logits, of which the first is always the largest": (
+        V,
+        lambda: train.accuracy(jnp.ones((4, 1)), jnp.ones(4, int)),
+        ["accuracy", "(4, 1)", "(logits[..., 0] > 0) == labels"],
+    ),
+    "a classifier of one logit": (
+        V,
+        lambda: train.evaluate(
+            {}, lambda params, images: images[:, :1], data.Dataset(np.ones((4, 2)), np.zeros(4, int))
+        ),
+        ["logits of shape (n, classes)", "float32[4,1]", "eval_fn="],
+    ),
+    "a loss of one logit": (
+        V,
+        lambda: train.classification_loss(lambda params, images: images[:, :1])(
+            {}, {"image": jnp.ones((4, 2)), "label": jnp.zeros(4, int)}, jax.random.key(0)
+        ),
+        ["classification_loss", "float32[4,1]", "optax.sigmoid_binary_cross_entropy"],
+    ),
 }
 
 

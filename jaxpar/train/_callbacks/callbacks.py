@@ -189,6 +189,12 @@ class Callbacks:
                     raise TypeError(
                         f"fit: {self._name(i)}.on_epoch must return (memory, stop), got {checks.describe(answer)}"
                     )
+                if isinstance(answer[1], TrainState):  # as other libraries change a rate or params
+                    raise TypeError(
+                        f"fit: the callback {self._name(i)} returned a state, but fit goes on with the one it trains; "
+                        "give the optimizer a schedule or optax.contrib.reduce_on_plateau, or call fit once for each "
+                        "part of the run and change the state between the calls"
+                    )
                 new[i] = answer[0]
                 stops.append(answer[1])
             self._check_saved(new, "on_epoch")

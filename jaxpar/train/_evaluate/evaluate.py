@@ -309,10 +309,14 @@ class Classification:
 
 
 def check_logits(logits: Any, n: int) -> Any:
-    """The logits. `ValueError` unless there is a row of them for each of n examples."""
-    if not hasattr(logits, "shape") or len(logits.shape) != 2 or logits.shape[0] != n:
+    """The logits. `ValueError` unless there is a row of them, of two classes or more, for each of n examples."""
+    if not hasattr(logits, "shape") or len(logits.shape) != 2 or logits.shape[0] != n or logits.shape[1] == 1:
+        hint = ""
+        if getattr(logits, "shape", ()) in ((n,), (n, 1)):
+            hint = "; of one logit an example give eval_data= and eval_fn="
         raise ValueError(
-            f"apply_fn: a classifier needs logits of shape (n, classes), got {checks.describe(logits)} for {n} images"
+            f"apply_fn: a classifier needs logits of shape (n, classes), got {checks.describe(logits)} for {n} "
+            f"images{hint}"
         )
     return logits
 

@@ -23,7 +23,7 @@ def accuracy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None
     """Whether the label has the largest logit, for each example.
 
     Args:
-        logits: (n, ..., classes), such as (n, tokens, classes) for sequences.
+        logits: (n, ..., classes), of two classes or more, such as (n, tokens, classes) for sequences.
         labels: integers (n, ...).
         mask: (n, ...), True for labels that count, or weights. None: all labels count.
 
@@ -161,17 +161,20 @@ def _check_labels(logits: jax.Array, labels: jax.Array, caller: str) -> None:
     shape, of_labels = jnp.shape(logits), jnp.shape(labels)
     is_integer = jnp.issubdtype(jnp.result_type(labels), jnp.integer)
     hint = ""
-    if len(shape) > 1 and of_labels == shape:
+    # The largest of one logit is always the first.
+    is_one = len(shape) == 1 or shape[-1:] == (1,)
+    if is_one:
+        logit = "logits" if len(shape) == 1 else "logits[..., 0]"
+        hint = f"; of one logit an example the classes are 0 and 1, write ({logit} > 0) == labels"
+    elif len(shape) > 1 and of_labels == shape:
         hint = "; turn one-hot labels into integers by labels.argmax(-1)"
     elif len(shape) > 1 and of_labels == (*shape[:-1], 1):
         hint = "; drop the axis of length 1 by labels[..., 0]"
-    elif len(shape) == 1:
-        hint = "; of one logit an example the classes are 0 and 1, write (logits > 0) == labels"
     elif not is_integer:
         hint = "; make floating class numbers integers by labels.astype(int)"
     if not is_integer:
         raise TypeError(f"{caller}: labels must be integers, got {checks.describe(labels)}{hint}")
-    if len(shape) < 2 or shape[:-1] != of_labels:
+    if is_one or len(shape) < 2 or shape[:-1] != of_labels:
         raise ValueError(
             f"{caller}: expected logits (n, ..., classes) and labels (n, ...), got logits {shape} and labels "
             f"{of_labels}{hint}"

@@ -27,6 +27,7 @@ _VALIDATION = (
 )
 _CALLBACK = "write callbacks=train.EarlyStopping(patience=3)"
 _WEIGHTS = 'in loss_fn write w = weights[batch["label"]] and return ((w * losses).sum(), w.sum()), {}'
+_IN_ONE = "give images and labels in one argument, fit(state, step, data.Dataset(x, y), epochs=5, batch_size=64)"
 _HINTS = {
     **TRAINING_ARGUMENTS,
     "callback": "write callbacks=, with a function or a list of functions",
@@ -43,13 +44,15 @@ _HINTS = {
     **dict.fromkeys(("num_epochs", "n_epochs", "max_epochs"), "write epochs="),
     "shuffle": "fit shuffles by state.rng; data.from_iterable(batches) keeps the order of the batches",
     "verbose": "write progress=True or progress=False",
+    **dict.fromkeys(("x", "y"), _IN_ONE),
+    "steps_per_epoch": "an epoch has the batches of the data; write data.from_iterable(loader, steps_per_epoch=5), and "
+    "max_steps= ends the run",
     "devices": "give them to train.start or train.create_state",
     **dict.fromkeys(("seed", "rng"), "give rng= to train.start or train.create_state"),
 }
-_MANY = "; give images and labels in one argument, fit(state, step, data.Dataset(x, y), epochs=5, batch_size=64)"
 
 
-@no_such_arguments(_HINTS)
+@no_such_arguments(_HINTS, too_many=_IN_ONE)
 @allows_transfers
 def fit(
     state: TrainState,

@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from ..._core import checks
 from ..._core.arrays import KeyPath, PyTree, is_prng_key
 from ..._core.functions import check_takes, has_parameter
+from ..._core.text import warn
 from .state import carries, is_floating
 
 
@@ -237,6 +238,13 @@ def shard_mean(pair: Any, name: str) -> Mean:
     if jnp.shape(pair.total) != jnp.shape(pair.weight):
         fault = f"the sum has shape {jnp.shape(pair.total)} and the weight {jnp.shape(pair.weight)}"
         raise ValueError(f"{name}: {fault}; give two scalars, or two arrays of one shape, which are summed")
+    # A sum of the user's own has these dtypes by `compute_dtype`. bfloat16 rounds counts above 256, and float16 those
+    # above 2048, of which the largest become infinite: then the loss would be 0.
+    if jnp.shape(pair.weight) == () and jnp.result_type(pair.weight) in (jnp.bfloat16, jnp.float16):
+        warn(
+            f"{name}: the weight is a sum in {jnp.result_type(pair.weight)}, which rounds large counts; write "
+            "mask.sum(dtype=jnp.float32), or give a row for each example, which the step sums in float32"
+        )
     return Mean(widen(pair.total).sum(), widen(pair.weight).sum())
 
 
@@ -344,6 +352,11 @@ class ClassificationLoss:
         checks.labels(batch["label"], "classification_loss")
         # (n, classes), in float32: the logarithm of a softmax in bfloat16 has two digits.
         logits = self.apply_fn(params, batch["image"]).astype(jnp.float32)
+        if logits.ndim != 2 or logits.shape[1] == 1:  # of one logit the softmax is always 1
+            raise ValueError(
+                f"classification_loss: apply_fn must return logits (n, classes), got {checks.describe(logits)}; of one "
+                "logit an example write a loss_fn with optax.sigmoid_binary_cross_entropy"
+            )
         labels = batch["label"][:, None]
         accuracy = (logits.argmax(axis=1) == labels[:, 0]).mean()
         if not self.label_smoothing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import html
@@ -76,7 +77,10 @@ class TrainState:
 
     @property
     def opt_state(self) -> Any:
-        """The state of the optimizer. Of an optimizer of `jp.updaters`, it is a dict with that of each key."""
+        """The state of the optimizer. Of an optimizer of `jp.updaters`, it is a dict with that of each key.
+
+        Do not assign into its dicts, which of an optax optimizer changes nothing: see `updaters.set_learning_rate`.
+        """
         check_not_donated(self.store, "state.opt_state")
         has_one = isinstance(self.store.updater, updaters._TreeOptimizer)
         return stores.whole_state(self.store) if has_one else self.store.updater_state
@@ -85,7 +89,8 @@ class TrainState:
     def params(self) -> Any:
         """The parameters, as the pytree given to `kv.from_params`.
 
-        The next step donates these arrays. `kv.to_params(state.store)` makes copies.
+        The next step donates these arrays. `kv.to_params(state.store)` makes copies. Assigning into its dicts changes
+        nothing in the state.
         """
         check_not_donated(self.store.values, "state.params")
         return kv.to_params(self.store, copy=False)
@@ -95,6 +100,18 @@ class TrainState:
         """The parameters to evaluate, see `kv.eval_params`. `RuntimeError` if the state was donated."""
         check_not_donated(self.store.values, "state.eval_params")
         return kv.eval_params(self.store, copy=False)
+
+    # Devices, and the functions of most optimizers, cannot be pickled. Copies are made without that.
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a TrainState cannot be pickled; write checkpoint.save(path, state), or pickle jax.device_get(state.params)"
+        )
+
+    def __copy__(self) -> TrainState:
+        return dataclasses.replace(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainState:
+        return jax.tree.map(lambda leaf: copy.deepcopy(leaf, memo), self)
 
     def __dir__(self) -> list[str]:
         """What Tab lists: all but the parts that a step keeps for itself, which can be read all the same."""

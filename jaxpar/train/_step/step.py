@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax.typing import DTypeLike
 
-from ... import kv, sparse, updaters
+from ... import compression, kv, sparse, updaters
 from ..._core import checks
 from ..._core.arrays import PyTree, is_prng_key, without_keys
 from ..._core.text import warn
@@ -314,10 +314,16 @@ class DeviceStep:
         # What is pushed is checked, not its sum: a compressor may make a zero of a NaN, or keep it in its residual. And
         # finite gradients that were divided have a finite sum, unless a compressor rounds them: bfloat16 may round up
         # to infinity.
-        flags = None
+        metrics, flags = shard.metrics, None
         if self.guard is not None:
-            loss, sums = shard.metrics["loss"], summed if state.store.compressor else {}
-            flags = nonfinite_flags(state.store, loss, grads, sums)
+            sums = summed if state.store.compressor else {}
+            flags = nonfinite_flags(state.store, metrics["loss"], grads, sums)
+        # A residual that has a NaN keeps it, and 2bit and 1bit go on to send a number for it. The param is lost, and
+        # nothing would show that. So the loss is NaN then, as it is without a compressor, where the param is NaN.
+        residuals = jax.tree.leaves(state.store.residuals)
+        if residuals and isinstance(state.store.compressor, (compression.OneBit, compression.TwoBit)):
+            is_finite = jnp.stack([jnp.isfinite(x).all() for x in residuals]).all()
+            metrics = metrics | {"loss": jax.tree.map(lambda x: jnp.where(is_finite, x, jnp.nan), metrics["loss"])}
         count = lax.axis_size(self.axis_name)
         terms = model_state_terms(shard.model_state, count)
         # Random keys are those of the first shard: the sum of its own and of zeros. A key has no mean, and the state
@@ -325,7 +331,7 @@ class DeviceStep:
         numbers, with_keys = without_keys([x for x in jax.tree.leaves(shard.model_state) if is_prng_key(x)])
         numbers = [jnp.where(lax.axis_index(self.axis_name) == 0, x, jnp.zeros_like(x)) for x in numbers]
 
-        leaves, structure = jax.tree.flatten((jax.tree.map(widen, shard.metrics), terms, flags, numbers))
+        leaves, structure = jax.tree.flatten((jax.tree.map(widen, metrics), terms, flags, numbers))
         metrics, terms, flags, numbers = structure.unflatten(self.add_up(state, leaves))
         keys = iter(with_keys(numbers))
         model_state = jax.tree.map(lambda x: next(keys) if is_prng_key(x) else x, shard.model_state)
