@@ -227,7 +227,7 @@ def _readers(raw: Raw) -> dict[int, list[int]]:
             while outside is not None:
                 readers.setdefault(outside, []).append(eqn.id)
                 shown = raw.values[outside]
-                same_array = shown.root if shown.producer is None and shown.root != outside else None
+                same_array = shown.shows if shown.producer is None else None
                 outside = raw.first_pass.get(outside, same_array)
     return readers
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax import lax
 from ..._core.checks import describe
 from . import layers
 from .cells import Cells
-from .templates import Fold, Pattern, Rule, fold_elementwise, fold_template, is_elementwise
+from .templates import Fold, Pattern, Rule, fold_elementwise, fold_templates, is_elementwise
 from .terms import is_fixed, maker, root
 
 _sigmoid, _exp = jax.nn.sigmoid, jnp.exp
@@ -266,17 +267,19 @@ RULES: tuple[Rule | Pattern, ...] = (
 
 
 def fold_patterns(cells: Cells, rules: Iterable[Rule | Pattern]) -> None:
-    """Apply each rule to all forward cells, one rule after the other. Activations beside each other are one search."""
-    for by_value, group in itertools.groupby(rules, lambda rule: isinstance(rule, Pattern) and is_elementwise(rule)):
-        if by_value:
-            fold_elementwise(cells, [rule for rule in group if isinstance(rule, Pattern)])
-        else:
-            for rule in group:
-                fold_template(cells, rule) if isinstance(rule, Pattern) else _fold_rule(cells, rule)
+    """Apply each rule to all forward cells, one rule after the other. Patterns beside each other are one search."""
+    for search, group in itertools.groupby(rules, _search_of):
+        search(cells, list(group))
 
 
-def _fold_rule(cells: Cells, rule: Rule) -> None:
-    for cell in cells.of_kinds(rule.ops):
+def _search_of(rule: Rule | Pattern) -> Callable[[Cells, Any], None]:
+    if isinstance(rule, Rule):
+        return _fold_rules
+    return fold_elementwise if is_elementwise(rule) else fold_templates
+
+
+def _fold_rules(cells: Cells, rules: Iterable[Rule]) -> None:
+    for rule, cell in ((rule, cell) for rule in rules for cell in cells.of_kinds(rule.ops)):
         fold = rule.match(cells, cell) if cell.id in cells.cells else None
         if fold is not None and not isinstance(fold, Fold):
             got = describe(fold)

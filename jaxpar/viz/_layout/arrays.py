@@ -12,9 +12,10 @@ import numpy as np
 from .._fold.calls import OPTIMIZERS
 from .._fold.cells import Cell, Cells
 from .._graph import BACKWARD, Sizes
+from .._read.costs import is_uncounted
 from .._read.raw import Raw
 from .._searches import reach
-from .net import Net, output_bytes
+from .net import Net, output_bytes, turns
 
 _NORMS = frozenset(("BatchNorm", "InstanceNorm", "Normalization", "GroupNorm", "LayerNorm", "RMSNorm"))
 _TRAINED = _NORMS | {"FullyConnected", "Convolution", "Deconvolution", "Embedding", "Attention"}
@@ -90,6 +91,32 @@ def set_sizes(net: Net) -> None:
         unused=sum(value.elements for value in unused if not (value.captured or value.state)),
         state=_bytes(raw, state),
     )
+    net.constants = _constants(raw)
+    net.uncounted = frozenset(e.prim for e in raw.eqns if not e.view and is_uncounted(e.prim, e.params))
+    net.uncounted |= raw.uncounted
+    _set_kept(net)
+
+
+def _constants(raw: Raw) -> int:
+    """The elements of the captured arrays that are read and are no parameters. Scalars do not count."""
+    read = {raw.root(value) for eqn in raw.eqns for value in eqn.ins}
+    captured = (value for number, value in enumerate(raw.values) if number in read and value.producer is None)
+    return sum(size for value in captured if value.kind == "const" and (size := math.prod(value.shape)) > 1)
+
+
+def _set_kept(net: Net) -> None:
+    """Write for each layer the bytes that it computes and a gradient reads, or what remat computes again for it.
+
+    A value that two gradients read counts once. What remat computes again is not kept.
+    """
+    raw = net.raw
+    again = {draft.at for draft in net.layers if draft.eqns and all(raw.eqns[number].again for number in draft.eqns)}
+    late = [draft for draft in net.layers if draft.op.endswith(BACKWARD) or draft.at in again]
+    read = {raw.root(value) for draft in late for number in draft.eqns for value in raw.eqns[number].ins}
+    for draft in net.layers:
+        if not draft.op.endswith(BACKWARD) and draft.at not in again:
+            made = {out: raw.eqns[number].scope for number in draft.eqns for out in raw.eqns[number].outs}
+            draft.kept = sum(raw.values[out].bytes * turns(scope) for out, scope in made.items() if out in read)
 
 
 def trained(raw: Raw, params: set[int]) -> set[int]:

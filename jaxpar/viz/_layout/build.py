@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from ..._core.text import plural
 from .._fold.calls import OPTIMIZERS, updates
@@ -45,7 +46,7 @@ def build(cells: Cells) -> Net:
         if owner is not None:
             by_cell[owner.id].outputs.append(name)
 
-    net = Net(raw, drafts, edges, carries=carries)
+    net = Net(raw, drafts, edges, carries=carries, shapes=_written_shapes(raw))
     set_scopes(cells, net, by_cell)
     # A gradient is drawn beside its layer, unless it runs in a loop or a branch of its own.
     for draft in drafts:
@@ -89,6 +90,20 @@ def _casts(raw: Raw) -> dict[int, int]:
             if calls[0] == calls[1] < 0:
                 casts[root] = eqn.outs[0]
     return casts
+
+
+def _written_shapes(raw: Raw) -> dict[int, tuple[int, ...]]:
+    """The shapes of products that the same line transposes, as an einsum does, where nothing else reads them."""
+    reads = Counter(value for eqn in raw.eqns for value in eqn.ins)
+    shapes: dict[int, tuple[int, ...]] = {}
+    for eqn in (eqn for eqn in raw.eqns if eqn.view and eqn.prim == "transpose"):
+        root = raw.root(eqn.ins[0])
+        maker = raw.values[root].producer
+        if maker is None or raw.eqns[maker].prim != "dot_general" or reads[root] > 1:
+            continue
+        if raw.own_stack(raw.eqns[maker]) == raw.own_stack(eqn):
+            shapes[root] = eqn.out_shape
+    return shapes
 
 
 def _draft(cells: Cells, cell: Cell, at: int) -> Draft:

@@ -114,13 +114,14 @@ class _Reader:
         self.clusters = Counter[Path]()
 
     def new_value(
-        self, aval: object, kind: str = "op", name: str = "", root: int | None = None, literal: object = None
+        self, aval: object, kind: str = "op", name: str = "", shows: int | None = None, literal: object = None
     ) -> int:
         """The number of a new value."""
         number = len(self.raw.values)
         shape, dtype = tuple(getattr(aval, "shape", ())), dtype_name(aval)
-        shown = number if root is None else root
-        self.raw.values.append(Value(shape, dtype, nbytes(aval), kind, shown, name, literal))
+        self.raw.values.append(Value(shape, dtype, nbytes(aval), kind, number, name, literal))
+        if shows is not None:
+            self.raw.show(number, shows)
         return number
 
     def value_of(self, env: dict[Any, int], atom: object) -> int:
@@ -254,7 +255,7 @@ class _Reader:
         self.raw.carries += [(first, last, context.scope) for first, last in ends]
         for var, value in zip(eqn.outvars, results, strict=True):
             shown = self.unknown_number(value) if region.loop or region.maps else value
-            env[var] = self.new_value(var.aval, root=shown)
+            env[var] = self.new_value(var.aval, shows=shown)
             self.raw.values[env[var]].crosses = int(self.changes_shape(env[var]))
             self.raw.values[env[var]].of_a_pass = region.loop
 
@@ -268,18 +269,22 @@ class _Reader:
 
     def carried_value(self, value: int) -> int:
         """What a pass of a loop reads. It is no constant, even if the loop begins with one."""
-        first, number, root = self.raw.values[value], len(self.raw.values), value
+        first, number = self.raw.values[value], len(self.raw.values)
+        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, "op", number, of_a_pass=True))
         if self.raw.of(value).kind in ("const", "literal"):
-            self.raw.first_pass[number], root = value, number
-        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, "op", root, of_a_pass=True))
+            self.raw.first_pass[number] = value
+        else:
+            self.raw.show(number, value)
         return number
 
     def counter(self, value: int) -> int:
         """The number of a pass. It is a constant that is not drawn, but not the one that the loop begins with."""
         first, number = self.raw.values[value], len(self.raw.values)
         constant = self.raw.of(value).kind in ("const", "literal")
-        kind, root = ("const", number) if constant else ("op", value)
-        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, kind, root, of_a_pass=True))
+        kind = "const" if constant else "op"
+        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, kind, number, of_a_pass=True))
+        if not constant:
+            self.raw.show(number, value)
         return number
 
     def unknown_number(self, value: int) -> int:
@@ -291,7 +296,7 @@ class _Reader:
         if known.kind not in ("const", "literal") or known.number is None:
             return value
         self.raw.first_pass[number] = value
-        new = Value(shown.shape, shown.dtype, shown.bytes, known.kind, root=number, literal=known.literal)
+        new = Value(shown.shape, shown.dtype, shown.bytes, known.kind, number, literal=known.literal)
         self.raw.values.append(new)
         return number
 
@@ -312,7 +317,7 @@ class _Reader:
         jaxpr = getattr(body, "jaxpr", body)
         inner: dict[Any, int] = {}
         for var, value in zip(jaxpr.invars, args, strict=True):
-            inner[var] = self.new_value(var.aval, root=value)
+            inner[var] = self.new_value(var.aval, shows=value)
             self.raw.values[inner[var]].crosses = -int(self.changes_shape(inner[var]))
         if hasattr(body, "consts"):
             self.add_constants(inner, body)
@@ -321,7 +326,8 @@ class _Reader:
 
     def changes_shape(self, value: int) -> bool:
         """Whether a value has another shape than what it shows."""
-        return self.raw.values[value].shape != self.raw.values[self.raw.values[value].root].shape
+        shows = self.raw.values[value].shows
+        return shows is not None and self.raw.values[value].shape != self.raw.values[shows].shape
 
     def in_cluster(self, context: Context, scope: Scope | None) -> Context:
         """The context inside a cluster. A second one of this name gets a number, "scan ×4 (2)"."""
