@@ -14,7 +14,7 @@ from ..._core.text import plural
 from .._graph import BACKWARD
 from .._read.raw import Eqn
 from .._read.source import ANONYMOUS, Frame
-from .cells import COLLECTIVES, Cell, Cells, after_gradients, components, label_of, plain_name, runs
+from .cells import COLLECTIVES, Cell, Cells, components, label_of, plain_name, runs
 
 MATRIX = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
 WINDOWS = frozenset(("reduce_window_max", "reduce_window_sum", "reduce_window_min", "reduce_window"))
@@ -288,10 +288,12 @@ def _name(run: list[Eqn]) -> str:
     return _TRUSTED.get(core, core) if "scale_by_trust_ratio" in transforms else core
 
 
-def updates(cells: Cells) -> dict[int, int]:
-    """The user's functions that make parameters anew after a gradient, by cell, and how many of them each makes."""
+def updates(cells: Cells, late: set[int]) -> dict[int, int]:
+    """The user's functions that make parameters anew after a gradient, by cell, and how many of them each makes.
+
+    `late` are the cells of gradients and behind them.
+    """
     counts = dict[int, int]()
-    late = after_gradients(cells)
     for cell in (cell for cell in cells if cell.id in late and not (cell.major or cell.op in COLLECTIVES)):
         made = {cells.raw.values[out].shape for eqn in cells.eqns(cell) for out in eqn.outs}
         count = sum(cells.raw.values[weight].shape in made for weight in cells.weights(cell))

@@ -70,6 +70,8 @@ _ARITHMETIC = 24  # cells of the arithmetic of a param, above which it is a netw
 
 def made_of_params(cells: Cells, value: int, reader: Cell) -> tuple[Cell, ...]:
     """The cells that make a value of params and constants alone, for one reader: an adapter, a normalized weight."""
+    if cells.raw.root(value) in cells.of_data:
+        return ()
     made: dict[int, Cell] = {}
     todo, has_params = [cells.producer(value)], False
     while todo:

@@ -7,7 +7,7 @@ from collections import Counter
 
 from ..._core.text import plural
 from .._fold.calls import OPTIMIZERS, updates
-from .._fold.cells import SENT, Cell, Cells, carry_of, plain_name, sources_of
+from .._fold.cells import SENT, Cell, Cells, after_gradients, carry_of, plain_name, sources_of
 from .._graph import BACKWARD, human
 from .._read.raw import Eqn, Raw
 from .._read.source import describe
@@ -26,8 +26,10 @@ def build(cells: Cells) -> Net:
         drafts.append(Draft(number - len(raw.values), "input", "", number, name=value.name))
     # Layers come after all that they read, and as near to the order of the trace as that allows.
     first = {cell.id: next((e.id for e in cells.eqns(cell) if not e.view), cell.eqns[0]) for cell in cells}
-    ordered = [cells.cells[number] for number in order(sources_of(cells), first.__getitem__)]
-    updated, casts = updates(cells), _casts(raw)
+    sources = sources_of(cells)
+    ordered = [cells.cells[number] for number in order(sources, first.__getitem__)]
+    late = after_gradients(cells, sources)
+    updated, casts = updates(cells, late), _casts(raw)
     for cell in ordered:
         draft = _draft(cells, cell, len(by_cell))
         draft.value = casts.get(draft.value, draft.value)
@@ -47,7 +49,7 @@ def build(cells: Cells) -> Net:
             by_cell[owner.id].outputs.append(name)
 
     net = Net(raw, drafts, edges, carries=carries, shapes=_written_shapes(raw))
-    set_scopes(cells, net, by_cell)
+    set_scopes(cells, net, by_cell, late)
     # A gradient is drawn beside its layer, unless it runs in a loop or a branch of its own.
     for draft in drafts:
         if draft.forward is not None and not any(scope.is_region for scope in draft.scope):

@@ -51,8 +51,9 @@ def _close(net: Net, is_open: Container[Path]) -> None:
 
 def close_groups(net: Net, groups: list[_Closing]) -> None:
     """Merge the drafts of each group, so that what they become has no circle."""
-    sources = net.sources()
-    ordered = net.ordered() if groups else []
+    if not groups:
+        return
+    sources, ordered = net.sources(), net.ordered()
     merged: list[tuple[list[Draft], Draft]] = []
     for (path, is_backward), group in _without_circles(ordered, sources, groups):
         if len(group) > 1:

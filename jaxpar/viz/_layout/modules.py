@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .._fold.cells import Cell, Cells, after_gradients
+from .._fold.cells import Cell, Cells
 from .._graph import BACKWARD
 from .._read.arguments import RANDOM
 from .._read.source import Frame
@@ -145,10 +145,12 @@ def join_scopes(layers: Sequence[Layer]) -> list[Path]:
     return joined
 
 
-def set_scopes(cells: Cells, net: Net, by_cell: dict[int, Draft]) -> None:
-    """Write the scopes of the drafts before a gradient. A second call of a module gets a number."""
+def set_scopes(cells: Cells, net: Net, by_cell: dict[int, Draft], late: set[int]) -> None:
+    """Write the scopes of the drafts before a gradient. A second call of a module gets a number.
+
+    `late` are the cells of gradients and behind them.
+    """
     stacks: dict[int, tuple[Frame, ...]] = {}
-    late = after_gradients(cells)
     forward = sorted((cell for cell in cells if cell.id not in late), key=lambda cell: _first(cells, cell))
     frames = {cell.id: frames_of(cells, cell, stacks) for cell in forward}
     _mark_tied(cells, forward, frames, by_cell)
@@ -318,14 +320,15 @@ def _fill(around: Path, drafts: list[Draft], sources: dict[int, list[Draft]]) ->
 
 def frames_of(cells: Cells, cell: Cell, plain_stacks: dict[int, tuple[Frame, ...]]) -> tuple[Frame, ...]:
     """The calls that most of a cell's FLOPs are in, without those of JAX. `plain_stacks`, by place, grows."""
-    stacks: list[tuple[tuple[Frame, ...], int]] = []
+    weights = Counter[int]()  # of each place
     for eqn in cells.steps(cell):
         if eqn.position not in plain_stacks:
             plain_stacks[eqn.position] = plain_stack(eqn.stack)
-        stacks.append((plain_stacks[eqn.position], 1 + eqn.flops))
-    keys = {stack: tuple(key for frame in stack for key in (frame.function, frame.call)) for stack, _ in stacks}
-    shared = main_prefix((keys[stack], weight) for stack, weight in stacks)
-    inside = next(stack for stack in keys if keys[stack][: len(shared)] == shared)
+        weights[eqn.position] += 1 + eqn.flops
+    stacks = [plain_stacks[position] for position in weights]
+    keys = [tuple(key for frame in stack for key in (frame.function, frame.call)) for stack in stacks]
+    shared = main_prefix(zip(keys, weights.values(), strict=True))
+    inside = next(stack for stack, key in zip(stacks, keys, strict=True) if key[: len(shared)] == shared)
     return inside[: (len(shared) + 1) // 2]  # the last one may be at several places of its function
 
 

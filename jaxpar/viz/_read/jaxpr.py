@@ -208,7 +208,13 @@ class _Reader:
             out_shape=raw.values[outs[0]].shape if outs else (),
             position=raw.position(context.stack),
             flops=cost,
-            **{name: value for name, value in context._asdict().items() if name != "times"},
+            stack=context.stack,
+            scope=context.scope,
+            levels=context.levels,
+            backward=context.backward,
+            tangent=context.tangent,
+            enclosing=context.enclosing,
+            again=context.again,
         )
         raw.eqns.append(new)
         mark_view(raw, new)
