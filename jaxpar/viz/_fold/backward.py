@@ -7,7 +7,7 @@ times, as in a loop over layers, what the equation reads tells which time it was
 from __future__ import annotations
 
 from .._graph import BACKWARD
-from .._read.raw import Eqn, Raw
+from .._read.raw import Eqn
 from .._read.source import ANONYMOUS, Frame
 from .cells import COLLECTIVES, SENT, Cell, Cells, axis_names, label_of, plain_name
 
@@ -197,11 +197,11 @@ def _fold_sent(cells: Cells, targets: dict[int, Cell]) -> tuple[set[int], set[in
 
 def attach_views(cells: Cells) -> None:
     """Add each view that is in no cell to the cell that reads it, or to its operand's."""
-    raw, readers = cells.raw, _readers(cells.raw)
+    raw = cells.raw
     for eqn in reversed(raw.eqns):
         if not eqn.view or cells.owner[eqn.id] is not None:
             continue
-        read_by = [number for out in eqn.outs for number in readers.get(out, ())]
+        read_by = [number for out in eqn.outs for number in cells.read_by.get(out, ())]
         near = [cells.owner[number] for number in read_by if raw.eqns[number].backward == eqn.backward]
         owner = next((cell for cell in near if cell is not None), None) or cells.producer(eqn.outs[0])
         if owner is not None and raw.eqns[owner.eqns[0]].backward == eqn.backward:
@@ -216,20 +216,6 @@ def attach_views(cells: Cells) -> None:
             cells.add(eqn.id, reader)
         elif layer is not None and cells.is_backward(layer) == eqn.backward:
             cells.add(eqn.id, layer)
-
-
-def _readers(raw: Raw) -> dict[int, list[int]]:
-    """The equations that read each value, also from inside a nested jaxpr, where it has another number."""
-    readers: dict[int, list[int]] = {}
-    for eqn in raw.eqns:
-        for value in eqn.ins:
-            outside: int | None = value
-            while outside is not None:
-                readers.setdefault(outside, []).append(eqn.id)
-                shown = raw.values[outside]
-                same_array = shown.shows if shown.producer is None else None
-                outside = raw.first_pass.get(outside, same_array)
-    return readers
 
 
 def attach_residuals(cells: Cells) -> None:

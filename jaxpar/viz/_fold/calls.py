@@ -451,15 +451,13 @@ def _arrays(cells: Cells, step: list[Cell]) -> set[int]:
 
 
 def _joins(cells: Cells, steps: list[list[Cell]]) -> bool:
-    """Whether something is computed from two of these."""
-    whose: dict[int, int] = {
-        out: n for n, step in enumerate(steps) for c in step for e in cells.eqns(c) for out in e.outs
-    }
-    inside = {number for step in steps for cell in step for number in cell.eqns}
+    """Whether something is computed from two of these, or one of them from another one."""
+    inside = {number: n for n, step in enumerate(steps) for cell in step for number in cell.eqns}
+    whose: dict[int, int] = {}  # of each value, the step that it is computed from
     for eqn in cells.raw.eqns[min(inside) :]:
-        steps_read = {whose[root] for value in eqn.ins if (root := cells.raw.root(value)) in whose}
-        if eqn.id not in inside and len(steps_read) > 1:
+        parts = {whose[root] for value in eqn.ins if (root := cells.raw.root(value)) in whose}
+        parts |= {inside[eqn.id]} if eqn.id in inside else set()
+        if len(parts) > 1:
             return True
-        if eqn.id not in inside and steps_read:
-            whose |= dict.fromkeys(eqn.outs, steps_read.pop())
+        whose |= dict.fromkeys(eqn.outs if parts else (), *parts)
     return False

@@ -148,6 +148,20 @@ class Cells:
             eqns_of.setdefault(eqn.prim, []).append(eqn)
         return eqns_of
 
+    @functools.cached_property
+    def read_by(self) -> dict[int, list[int]]:
+        """The equations that read each value, also from inside a nested jaxpr, where it has another number."""
+        read_by: dict[int, list[int]] = {}
+        for eqn in self.raw.eqns:
+            for value in eqn.ins:
+                outside: int | None = value
+                while outside is not None:
+                    read_by.setdefault(outside, []).append(eqn.id)
+                    shown = self.raw.values[outside]
+                    same_array = shown.shows if shown.producer is None else None
+                    outside = self.raw.first_pass.get(outside, same_array)
+        return read_by
+
     def eqns(self, cell: Cell) -> list[Eqn]:
         """The equations of a cell, in order."""
         return [self.raw.eqns[number] for number in cell.eqns]

@@ -279,10 +279,11 @@ def _search_of(rule: Rule | Pattern) -> Callable[[Cells, Any], None]:
 
 
 def _fold_rules(cells: Cells, rules: Iterable[Rule]) -> None:
-    for rule, cell in ((rule, cell) for rule in rules for cell in cells.of_kinds(rule.ops)):
-        fold = rule.match(cells, cell) if cell.id in cells.cells else None
-        if fold is not None and not isinstance(fold, Fold):
-            got = describe(fold)
-            raise TypeError(f"viz: the match of viz.Rule {rule.name!r} must return a viz.Fold or None, got {got}")
-        if fold is not None:
-            cells.fold(fold.cells, fold.op, fold.detail, fold.major)
+    for rule in rules:
+        for cell in cells.of_kinds(rule.ops):
+            fold = rule.match(cells, cell) if cell.id in cells.cells else None
+            if fold is not None and not isinstance(fold, Fold):
+                got = describe(fold)
+                raise TypeError(f"viz: the match of viz.Rule {rule.name!r} must return a viz.Fold or None, got {got}")
+            if fold is not None:
+                cells.fold(fold.cells, fold.op, fold.detail, fold.major)

@@ -132,17 +132,15 @@ def close_until(net: Net, fits: Callable[[Net], bool], *, room: int = MOST, few:
     net.drafts, net.edges, net.carries, net.repeats = best.drafts, best.edges, best.carries, best.repeats
 
 
-def _without_open_parts(net: Net) -> Net:
-    """The same without the frames of open parts: their names say what is in them, which is seen."""
+def _drop_open_parts(net: Net) -> None:
+    """Drop the frames of open parts: their names say what is in them, which is seen."""
 
     def around(scope: Path) -> Path:
         return tuple(part for part in scope if part.kind != "part" or part.times is not None)
 
-    net = net.copy()
     for draft in net.drafts:
         draft.scope = around(draft.scope)
     net.repeats = {around(path): count for path, count in net.repeats.items()}
-    return net
 
 
 def _opened(net: Net, fits: Callable[[Net], bool], few: int) -> Net:
@@ -151,7 +149,8 @@ def _opened(net: Net, fits: Callable[[Net], bool], few: int) -> Net:
     def closed(is_open: Container[Path]) -> Net:
         copy = net.copy()
         _close(copy, is_open)
-        return _without_open_parts(copy)
+        _drop_open_parts(copy)
+        return copy
 
     is_open, paths = set(paths_of(shared_scope(net.layers))), _paths(net)
     for level in range(1 + len(is_open), 1 + max(map(len, paths), default=0)):
