@@ -308,7 +308,7 @@ class _Reader:
 
     def add_branches(self, eqn: jex.JaxprEqn, env: dict[Any, int], context: Context) -> None:
         """Write out all branches of a `cond`, and the node that picks one."""
-        context = self.in_cluster(context, Scope("cond", "region"))
+        context = self.in_cluster(context, scope_of_choice(eqn))
         index, *args = (self.value_of(env, atom) for atom in eqn.invars)
         ins = [index]
         branches = eqn.params["branches"]
@@ -463,6 +463,23 @@ def maps_devices(jaxpr: jex.Jaxpr) -> bool:
         if body is not None and maps_devices(getattr(body, "jaxpr", body)):
             return True
     return False
+
+
+_MOST_NAMES = 3  # of the functions that a choice is between
+
+
+def scope_of_choice(eqn: jex.JaxprEqn) -> Scope:
+    """The scope of a `cond`: "cond: average" where one branch is that function, and the others compute nothing.
+
+    Several names are in the order of `lax.cond`, whose last branch is that for True. Where a branch has none, none is
+    said: it would hide what that branch computes.
+    """
+    branches = eqn.params["branches"] if not eqn.params.get("branches_platforms") else ()
+    bodies = [getattr(branch, "jaxpr", branch) for branch in reversed(branches)]
+    compute = [body for body in bodies if count_fillers(body) < len(body.eqns)]
+    names = list(dict.fromkeys(function_of(body).partition(" at ")[0] for body in compute))
+    are_names = 0 < len(names) <= _MOST_NAMES and all(name.isidentifier() for name in names)
+    return Scope(f"cond: {' or '.join(names)}" if are_names else "cond", "region")
 
 
 def scope_of_call(eqn: jex.JaxprEqn, name: str) -> Scope | None:
