@@ -125,11 +125,11 @@ def main_prefix(paths: Iterable[tuple[tuple[_Part, ...], int]]) -> tuple[_Part, 
     >>> main_prefix([(("net", "attn"), 90), (("net", "attn", "mask"), 5), (("net",), 5)]), main_prefix([((), 1)])
     (('net', 'attn'), ())
     """
-    inside = Counter[tuple[_Part, ...]]()
+    inside: dict[tuple[_Part, ...], int] = {}
     for path, weight in paths:
-        inside[path] += weight
+        inside[path] = inside.get(path, 0) + weight
     # One name after the other: the heaviest, as long as it has more than half of all.
-    total, prefix = inside.total(), tuple[_Part, ...]()
+    total, prefix = sum(inside.values()), tuple[_Part, ...]()
     while len(inside) > 1:
         names = Counter[_Part]()
         for path, weight in inside.items():
