@@ -18,7 +18,7 @@ from ..._core.checks import describe
 from . import layers
 from .cells import Cells
 from .templates import Fold, Pattern, Rule, fold_elementwise, fold_templates, is_elementwise
-from .terms import is_fixed, maker, root
+from .terms import is_fixed, maker
 
 _sigmoid, _exp = jax.nn.sigmoid, jnp.exp
 Array = jax.Array
@@ -177,7 +177,7 @@ def _are_tables(cells: Cells, values: Sequence[int]) -> bool:
 
 def _is_table(cells: Cells, value: int) -> bool:
     """Whether a value may be sines and cosines: constants, parameters, or what is computed from them or from ids."""
-    todo, steps = [root(cells, value)], 0
+    todo, steps = [cells.raw.root(value)], 0
     while todo:
         at, steps = todo.pop(), steps + 1
         shown = cells.raw.values[at]
@@ -189,7 +189,7 @@ def _is_table(cells: Cells, value: int) -> bool:
                 return True
             if eqn.prim in ("dot_general", "conv_general_dilated", "reduce_sum", "rsqrt"):
                 return False
-            todo += [root(cells, operand) for operand in eqn.ins if eqn.prim != "gather" or operand == eqn.ins[0]]
+            todo += [cells.raw.root(operand) for operand in eqn.ins if eqn.prim != "gather" or operand == eqn.ins[0]]
     return True
 
 

@@ -23,7 +23,7 @@ from .._read.arguments import Argument
 from .._read.raw import Eqn, Raw
 from .calls import CALLS, fold_calls
 from .cells import Cell, Cells
-from .terms import constant, elements, is_convex, is_fixed, loose_ends, maker, owners, readers, root
+from .terms import constant, elements, is_convex, is_fixed, loose_ends, maker, owners, readers
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +360,7 @@ def _activation_at(cells: Cells, patterns: Sequence[Pattern], end: int) -> Fold 
 def _expressions(cells: Cells, end: int) -> Iterator[tuple[int, list[Eqn]]]:
     """The single values that a value is computed from, element by element, and the equations between them."""
     # Backwards, the latest equation first. Where a single value is read at last, all before it is a function of it.
-    eqns, reads = list[Eqn](), {root(cells, end)}
+    eqns, reads = list[Eqn](), {cells.raw.root(end)}
     while len(eqns) < _MOST:
         makers = {value: maker(cells, value) for value in reads}
         latest = max(reads, key=lambda value: -1 if (made := makers[value]) is None else made.id)
@@ -368,7 +368,7 @@ def _expressions(cells: Cells, end: int) -> Iterator[tuple[int, list[Eqn]]]:
         if eqn is None or eqn.prim not in _COMPUTED or elements(cells, latest) != elements(cells, end):
             return
         eqns.append(eqn)
-        reads = (reads - {latest}) | {root(cells, value) for value in eqn.ins if not is_fixed(cells, value)}
+        reads = (reads - {latest}) | {cells.raw.root(value) for value in eqn.ins if not is_fixed(cells, value)}
         if len(reads) == 1:
             yield next(iter(reads)), list(eqns)
 
@@ -376,7 +376,7 @@ def _expressions(cells: Cells, end: int) -> Iterator[tuple[int, list[Eqn]]]:
 def _pattern_of(cells: Cells, patterns: Sequence[Pattern], value: int, end: int, eqns: Sequence[Eqn]) -> Pattern | None:
     """The first pattern whose function gives one value of another."""
     with np.errstate(all="ignore"):
-        y = _computed(cells.raw, root(cells, end), {value: _X})
+        y = _computed(cells.raw, cells.raw.root(end), {value: _X})
         if y is None or np.shape(y) != _X.shape:
             return None
         literals = [each.real for eqn in eqns for at in eqn.ins if (each := constant(cells, at)) and each.real]

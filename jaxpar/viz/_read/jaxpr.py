@@ -474,7 +474,7 @@ def scope_of_choice(eqn: jex.JaxprEqn) -> Scope:
     Several names are in the order of `lax.cond`, whose last branch is that for True. Where a branch has none, none is
     said: it would hide what that branch computes.
     """
-    branches = eqn.params["branches"] if not eqn.params.get("branches_platforms") else ()
+    branches: Sequence[Jaxpr] = eqn.params["branches"] if not eqn.params.get("branches_platforms") else ()
     bodies = [getattr(branch, "jaxpr", branch) for branch in reversed(branches)]
     compute = [body for body in bodies if count_fillers(body) < len(body.eqns)]
     names = list(dict.fromkeys(function_of(body).partition(" at ")[0] for body in compute))
