@@ -273,10 +273,15 @@ class _Reader:
         if made:
             self.raw.eqns[max(made)].flops += cost * times
 
+    def like(self, value: int, kind: str, **more: Any) -> int:
+        """The number of a new value with the shape of another one."""
+        first, number = self.raw.values[value], len(self.raw.values)
+        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, kind, number, **more))
+        return number
+
     def carried_value(self, value: int) -> int:
         """What a pass of a loop reads. It is no constant, even if the loop begins with one."""
-        first, number = self.raw.values[value], len(self.raw.values)
-        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, "op", number, of_a_pass=True))
+        number = self.like(value, "op", of_a_pass=True)
         if self.raw.of(value).kind in ("const", "literal"):
             self.raw.first_pass[number] = value
         else:
@@ -285,12 +290,10 @@ class _Reader:
 
     def counter(self, value: int) -> int:
         """The number of a pass. It is a constant that is not drawn, but not the one that the loop begins with."""
-        first, number = self.raw.values[value], len(self.raw.values)
-        constant = self.raw.of(value).kind in ("const", "literal")
-        kind = "const" if constant else "op"
-        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, kind, number, of_a_pass=True))
-        if not constant:
-            self.raw.show(number, value)
+        if self.raw.of(value).kind in ("const", "literal"):
+            return self.like(value, "const", of_a_pass=True)
+        number = self.like(value, "op", of_a_pass=True)
+        self.raw.show(number, value)
         return number
 
     def unknown_number(self, value: int) -> int:
@@ -298,12 +301,11 @@ class _Reader:
 
         XLA does not know its number, even if it is one everywhere.
         """
-        shown, known, number = self.raw.values[value], self.raw.of(value), len(self.raw.values)
+        known = self.raw.of(value)
         if known.kind not in ("const", "literal") or known.number is None:
             return value
+        number = self.like(value, known.kind, literal=known.literal)
         self.raw.first_pass[number] = value
-        new = Value(shown.shape, shown.dtype, shown.bytes, known.kind, number, literal=known.literal)
-        self.raw.values.append(new)
         return number
 
     def add_branches(self, eqn: jex.JaxprEqn, env: dict[Any, int], context: Context) -> None:

@@ -6,6 +6,7 @@ What differentiation alone computes is marked, so that it is not taken for a lay
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -307,8 +308,10 @@ def drop_dead(raw: Raw) -> None:
         eqn.dead = not _is_needed(raw, eqn, live)
         if not eqn.dead or (not eqn.backward and not eqn.view and eqn.position in differentiated):
             eqn.flops = eqn.flops if any(out in computed for out in eqn.outs) else 0
-            if eqn.prim == "cond" and not (eqn.view or eqn.dead):
-                eqn.ins, eqn.outs = _live_operands(eqn, live), tuple(out for out in eqn.outs if out in live)
+            if eqn.prim == "cond" and not eqn.dead:  # of each branch, only the results that are needed
+                are_live = [out in live for out in eqn.outs]
+                eqn.ins = (eqn.ins[0], *itertools.compress(eqn.ins[1:], itertools.cycle(are_live)))
+                eqn.outs = tuple(itertools.compress(eqn.outs, are_live))
             keep.append(eqn)
     raw.eqns = keep
     numbers = {eqn.id: number for number, eqn in enumerate(raw.eqns)}
@@ -336,14 +339,6 @@ def _wires(raw: Raw) -> dict[int, Sequence[int]]:
 
 def _is_needed(raw: Raw, eqn: Eqn, live: set[int]) -> bool:
     return any(out in live for out in eqn.outs) or (eqn.view and raw.root(eqn.outs[0]) in live)
-
-
-def _live_operands(eqn: Eqn, live: set[int]) -> tuple[int, ...]:
-    """The operands that what is needed comes from. Of each branch of a `cond`, only the results that are needed."""
-    if eqn.prim != "cond" or eqn.view:
-        return eqn.ins
-    picked = [out in live for out in eqn.outs]
-    return (eqn.ins[0], *(value for at, value in enumerate(eqn.ins[1:]) if picked[at % len(picked)]))
 
 
 def mark_residuals(raw: Raw) -> None:
