@@ -456,8 +456,10 @@ def _joins(cells: Cells, steps: list[list[Cell]]) -> bool:
     whose: dict[int, int] = {}  # of each value, the step that it is computed from
     for eqn in cells.raw.eqns[min(inside) :]:
         parts = {whose[root] for value in eqn.ins if (root := cells.raw.root(value)) in whose}
-        parts |= {inside[eqn.id]} if eqn.id in inside else set()
+        if eqn.id in inside:
+            parts.add(inside[eqn.id])
         if len(parts) > 1:
             return True
-        whose |= dict.fromkeys(eqn.outs if parts else (), *parts)
+        for part in parts:
+            whose |= dict.fromkeys(eqn.outs, part)
     return False

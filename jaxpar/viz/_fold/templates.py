@@ -388,7 +388,7 @@ def _pattern_of(cells: Cells, patterns: Sequence[Pattern], value: int, end: int,
         return whose[int(found.argmax())]
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=512)
 def _values(patterns: tuple[Pattern, ...], numbers: tuple[float, ...]) -> tuple[np.ndarray, list[Pattern]]:
     """A row of values for each pattern and each way to choose its numbers among these, and the pattern of each row."""
     rows, whose = list[np.ndarray](), list[Pattern]()

@@ -92,8 +92,7 @@ def set_sizes(net: Net) -> None:
         state=_bytes(raw, state),
     )
     net.constants = _constants(raw)
-    net.uncounted = frozenset(e.prim for e in raw.eqns if not e.view and is_uncounted(e.prim, e.params))
-    net.uncounted |= raw.uncounted
+    net.uncounted = raw.uncounted.union(e.prim for e in raw.eqns if not e.view and is_uncounted(e.prim, e.params))
     _set_kept(net)
 
 

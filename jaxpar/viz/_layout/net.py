@@ -76,7 +76,7 @@ class Net:
     # are no parameters, the primitives without a formula, and the shapes of products that the same line transposes.
     sizes: Sizes = field(default_factory=Sizes)
     constants: int = 0
-    uncounted: frozenset[str] = frozenset()
+    uncounted: set[str] = field(default_factory=set[str])
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
 
     @property
