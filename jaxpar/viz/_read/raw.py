@@ -305,9 +305,9 @@ def drop_dead(raw: Raw) -> None:
     # A forward equation whose gradient is computed stays, for nothing: the gradient belongs to its layer.
     keep: list[Eqn] = []
     for eqn in raw.eqns:
-        eqn.dead = not _is_needed(raw, eqn, live)
+        eqn.dead = live.isdisjoint(eqn.outs) and not (eqn.view and raw.root(eqn.outs[0]) in live)
         if not eqn.dead or (not eqn.backward and not eqn.view and eqn.position in differentiated):
-            eqn.flops = eqn.flops if any(out in computed for out in eqn.outs) else 0
+            eqn.flops = 0 if computed.isdisjoint(eqn.outs) else eqn.flops
             if eqn.prim == "cond" and not eqn.dead:  # of each branch, only the results that are needed
                 are_live = [out in live for out in eqn.outs]
                 eqn.ins = (eqn.ins[0], *itertools.compress(eqn.ins[1:], itertools.cycle(are_live)))
@@ -335,10 +335,6 @@ def _wires(raw: Raw) -> dict[int, Sequence[int]]:
     for inside, outside in (*handed_on, *raw.first_pass.items()):
         wires[inside] = (*wires.get(inside, ()), outside)
     return wires
-
-
-def _is_needed(raw: Raw, eqn: Eqn, live: set[int]) -> bool:
-    return any(out in live for out in eqn.outs) or (eqn.view and raw.root(eqn.outs[0]) in live)
 
 
 def mark_residuals(raw: Raw) -> None:
