@@ -151,10 +151,11 @@ def set_scopes(cells: Cells, net: Net, by_cell: dict[int, Draft], late: set[int]
     `late` are the cells of gradients and behind them.
     """
     stacks: dict[int, tuple[Frame, ...]] = {}
-    forward = sorted((cell for cell in cells if cell.id not in late), key=lambda cell: _first(cells, cell))
+    first = {cell.id: _first(cells, cell, by_cell[cell.id].scope) for cell in cells if cell.id not in late}
+    forward = [cells.cells[number] for number in sorted(first, key=first.__getitem__)]
     frames = {cell.id: frames_of(cells, cell, stacks) for cell in forward}
     _mark_tied(cells, forward, frames, by_cell)
-    layers = [_layer(cells, cell, by_cell[cell.id], frames[cell.id]) for cell in forward]
+    layers = [_layer(cells, first[cell.id], by_cell[cell.id], frames[cell.id]) for cell in forward]
     are_modules = find_modules(layers)
     for cell, scope in zip(forward, join_scopes(layers), strict=True) if are_modules else ():
         by_cell[cell.id].scope = scope
@@ -217,9 +218,8 @@ def _calls_in_a_row(run: list[Draft], frames: Mapping[int, tuple[Frame, ...]]) -
     return [run]
 
 
-def _first(cells: Cells, cell: Cell) -> int:
+def _first(cells: Cells, cell: Cell, scope: Path) -> int:
     """The first equation of a cell in its scope."""
-    scope = cells.scope(cell)
     return next(eqn.id for eqn in cells.steps(cell) if eqn.scope[: len(scope)] == scope)
 
 
@@ -245,8 +245,8 @@ def _mark_tied(
         by_cell[cell.id].tied |= random and any(readers[weight] > 1 for weight in paths)
 
 
-def _layer(cells: Cells, cell: Cell, draft: Draft, frames: tuple[Frame, ...]) -> Layer:
-    eqn = cells.raw.eqns[_first(cells, cell)]
+def _layer(cells: Cells, first: int, draft: Draft, frames: tuple[Frame, ...]) -> Layer:
+    eqn = cells.raw.eqns[first]
     levels = tuple(level if level < 0 else len(plain_stack(eqn.stack[:level])) for level in eqn.levels)
     paths = [path[:-1] for weight in draft.weights if (path := cells.raw.values[weight].path)]
     path = common_prefix(paths) if paths and not draft.tied else None
