@@ -125,15 +125,18 @@ def main_prefix(paths: Iterable[tuple[tuple[_Part, ...], int]]) -> tuple[_Part, 
     >>> main_prefix([(("net", "attn"), 90), (("net", "attn", "mask"), 5), (("net",), 5)]), main_prefix([((), 1)])
     (('net', 'attn'), ())
     """
+    inside: dict[tuple[_Part, ...], int] = {}
+    for path, weight in paths:
+        inside[path] = inside.get(path, 0) + weight
     # One name after the other: the heaviest, as long as it has more than half of all.
-    paths = list(paths)
-    total, prefix = sum(weight for _, weight in paths), list[_Part]()
-    while True:
-        weights = Counter[_Part]()
-        for path, weight in paths:
+    total, prefix = sum(inside.values()), tuple[_Part, ...]()
+    while len(inside) > 1:
+        names = Counter[_Part]()
+        for path, weight in inside.items():
             if len(path) > len(prefix):
-                weights[path[len(prefix)]] += weight
-        if not weights or 2 * max(weights.values()) <= total:
-            return tuple(prefix)
-        prefix.append(max(weights, key=weights.__getitem__))
-        paths = [(path, weight) for path, weight in paths if path[: len(prefix)] == tuple(prefix)]
+                names[path[len(prefix)]] += weight
+        if not names or 2 * max(names.values()) <= total:
+            return prefix
+        prefix = (*prefix, max(names, key=names.__getitem__))
+        inside = {path: weight for path, weight in inside.items() if path[: len(prefix)] == prefix}
+    return next(iter(inside), prefix)

@@ -65,6 +65,27 @@ def test_the_leaves_of_an_optimizer_are_one_node():
     assert labels(lambda p, g: jax.tree.map(lambda p, g: p - 0.1 * g, p, g), params, params) == [("sub", "×3")]
 
 
+def test_calls_that_go_on_behind_another_step_are_no_leaves():
+    """They were one box "helper ×6" of the first call, and the steps of the others."""
+
+    def helper(x):
+        return jnp.sin(x) * 2 + jnp.cos(x)
+
+    def network(x):
+        for number in range(6):
+            x = helper(x)
+            x = jnp.cos(x) if number % 2 else jnp.cumsum(x, axis=0)
+        return x
+
+    layers = viz.trace(network, X, params_argnums=None, repeats=False).layers
+    assert [(node.op, node.equations) for node in layers] == [
+        ("helper", 4),
+        ("cumsum", 1),
+        ("helper", 4),
+        ("cos", 1),
+    ] * 3
+
+
 PMEANS = [("pmean", "over data ×2, 60 B"), ("pmean", "over data, 4 B")]
 
 

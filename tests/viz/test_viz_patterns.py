@@ -22,7 +22,7 @@ def labels(fn, *args, rules=(), params_argnums=None):
 @pytest.mark.parametrize("number", range(len(PATTERNS)))
 def test_the_function_of_a_pattern_is_its_layer(number):
     pattern, template = PATTERNS[number], _template_of(PATTERNS[number])
-    args = [Spec(template.cells.raw.values[at].shape, f32) for at in template.arrays]
+    args = [Spec(template.raw.values[at].shape, f32) for at in template.arrays]
     of_params = range(1, len(args)) if pattern in NORMS else None  # what scales and shifts, or is stored
     found = labels(lambda *args: jnp.sin(jax.tree.leaves(pattern.fn(*args))[0]), *args, params_argnums=of_params)
     named = {"swish": ("Activation", "silu"), "hard_swish": ("Activation", "hard_silu")}  # a number is 1 by default

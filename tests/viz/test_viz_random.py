@@ -263,6 +263,13 @@ def test_what_each_copy_of_a_block_hands_on_to_its_next_pass_is_one_array():
     assert [edge.arrays for edge in graph.edges if edge.carry] == [1]
 
 
+def test_what_gradients_read_is_kept_whatever_is_closed():
+    """A box of layers and gradients counted what only its own gradients read, or nothing."""
+    fn, _ = program(27)
+    kept = [sum(node.kept_bytes for node in viz.trace(fn, PARAMS, X, max_nodes=most).nodes) for most in (None, 40, 15)]
+    assert kept[0] == kept[1] == kept[2] > 0
+
+
 ADAPTER = {"q": {"w": Spec((4, 6), f32), "a": Spec((4, 2), f32), "b": Spec((2, 6), f32)}}
 NORMALIZED = {"v": Spec((4, 6), f32), "g": Spec((6,), f32)}
 COMPLEX = {"re": Spec((4, 6), f32), "im": Spec((4, 6), f32)}

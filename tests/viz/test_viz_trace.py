@@ -233,6 +233,10 @@ def test_loops_branches_and_custom_gradients_are_clusters():
 
     assert scope(lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: jnp.tanh(c) @ c, x)) == {("while",)}
     assert ("cond", "branch 1") in scope(lambda x: jax.lax.cond(x[0, 0] > 0, jnp.tanh, lambda x: x @ x, x))
+    assert ("cond: inner", "branch 1") in scope(lambda x: jax.lax.cond(x[0, 0] > 0, _inner, lambda x: x, x))
+    choices = [jnp.tanh, _inner, jnp.sin, jnp.cos]
+    assert ("cond", "branch 1") in scope(lambda x: jax.lax.switch(x[0, 0].astype(int), choices, x))
+    assert ("cond: inner or tanh", "branch 0") in scope(lambda x: jax.lax.switch(x[0, 0].astype(int), choices[:2], x))
     assert ("custom_vjp",) in scope(custom) | scope(lambda x: custom(x) @ x)
     assert ("remat",) in scope(jax.grad(lambda x: jax.checkpoint(lambda x: jnp.tanh(x @ x) @ x)(x).sum()))
     assert ("inner",) in scope(lambda x: jax.jit(_inner)(x) @ x)

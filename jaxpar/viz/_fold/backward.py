@@ -7,11 +7,12 @@ times, as in a loop over layers, what the equation reads tells which time it was
 from __future__ import annotations
 
 from .._graph import BACKWARD
-from .._read.raw import Eqn, Raw
+from .._read.raw import Eqn
 from .._read.source import ANONYMOUS, Frame
+from .._scopes import Path
 from .cells import COLLECTIVES, SENT, Cell, Cells, axis_names, label_of, plain_name
 
-_Place = tuple[int, tuple[str, ...]]  # in the program, and the remat around it
+_Place = tuple[int, Path]  # in the program, and the remat around it
 
 
 def fold_backward(cells: Cells) -> None:
@@ -46,7 +47,7 @@ def _targets(cells: Cells) -> dict[int, Cell]:
     for cell in cells:
         for eqn in (eqn for eqn in cells.eqns(cell) if not eqn.backward):
             at_places = [layers.setdefault(position, []) for position in (eqn.position, *eqn.enclosing)]
-            for cells_at in (*at_places, near.setdefault(_users_place(eqn.stack), [])):
+            for cells_at in (*at_places, near.setdefault(_users_place(cells, eqn), [])):
                 if cell not in cells_at[-1:]:
                     cells_at.append(cell)
 
@@ -72,14 +73,14 @@ def _targets(cells: Cells) -> dict[int, Cell]:
     # Gradients in a remat of layers outside of it, whose stack may lack the call of the remat.
     outside: dict[tuple[int, ...], list[Eqn]] = {}
     for eqn in (eqn for eqn in elsewhere if _rematted(eqn.scope)):
-        calls = _users_place(eqn.stack)
+        calls = _users_place(cells, eqn)
         inner = next((calls[start:] for start in range(len(calls)) if calls[start:] in near), None)
         if inner is not None:
             outside.setdefault(inner, []).append(eqn)
     target_of = _which_times(cells, [*places, *((near[place], eqns) for place, eqns in outside.items())])
 
     for eqn in elsewhere:  # the layers of the same lines of the user: one whose gradient it follows, or that is before
-        candidates = near.get(_users_place(eqn.stack))
+        candidates = near.get(_users_place(cells, eqn))
         if eqn.id not in target_of and candidates:
             after = _followed(cells, eqn, target_of)
             behind = [source for cell in after for source in cells.sources(cell)]
@@ -87,15 +88,15 @@ def _targets(cells: Cells) -> dict[int, Cell]:
     return target_of
 
 
-def _rematted(scope: tuple[str, ...]) -> tuple[str, ...]:
+def _rematted(scope: Path) -> Path:
     """The scope as far as the innermost remat. Empty where there is none."""
-    ends = [depth for depth, name in enumerate(scope, 1) if name.split(" (")[0] == "remat"]
+    ends = [depth for depth, part in enumerate(scope, 1) if part.is_region and part.name == "remat"]
     return scope[: ends[-1]] if ends else ()
 
 
-def _users_place(stack: tuple[Frame, ...]) -> tuple[int, ...]:
-    """A place in the code outside of JAX."""
-    return tuple(frame.call for frame in stack if frame.origin != "jax")
+def _users_place(cells: Cells, eqn: Eqn) -> tuple[int, ...]:
+    """The place of an equation in the code outside of JAX."""
+    return tuple(frame.call for frame in cells.raw.own_stack(eqn))
 
 
 def _which_times(cells: Cells, places: list[tuple[list[Cell], list[Eqn]]]) -> dict[int, Cell]:
@@ -197,11 +198,11 @@ def _fold_sent(cells: Cells, targets: dict[int, Cell]) -> tuple[set[int], set[in
 
 def attach_views(cells: Cells) -> None:
     """Add each view that is in no cell to the cell that reads it, or to its operand's."""
-    raw, readers = cells.raw, _readers(cells.raw)
+    raw = cells.raw
     for eqn in reversed(raw.eqns):
         if not eqn.view or cells.owner[eqn.id] is not None:
             continue
-        read_by = [number for out in eqn.outs for number in readers.get(out, ())]
+        read_by = [number for out in eqn.outs for number in cells.read_by.get(out, ())]
         near = [cells.owner[number] for number in read_by if raw.eqns[number].backward == eqn.backward]
         owner = next((cell for cell in near if cell is not None), None) or cells.producer(eqn.outs[0])
         if owner is not None and raw.eqns[owner.eqns[0]].backward == eqn.backward:
@@ -216,20 +217,6 @@ def attach_views(cells: Cells) -> None:
             cells.add(eqn.id, reader)
         elif layer is not None and cells.is_backward(layer) == eqn.backward:
             cells.add(eqn.id, layer)
-
-
-def _readers(raw: Raw) -> dict[int, list[int]]:
-    """The equations that read each value, also from inside a nested jaxpr, where it has another number."""
-    readers: dict[int, list[int]] = {}
-    for eqn in raw.eqns:
-        for value in eqn.ins:
-            outside: int | None = value
-            while outside is not None:
-                readers.setdefault(outside, []).append(eqn.id)
-                shown = raw.values[outside]
-                same_array = shown.root if shown.producer is None and shown.root != outside else None
-                outside = raw.first_pass.get(outside, same_array)
-    return readers
 
 
 def attach_residuals(cells: Cells) -> None:

@@ -14,7 +14,7 @@ from ..._core.text import plural
 from .._graph import BACKWARD
 from .._read.raw import Eqn
 from .._read.source import ANONYMOUS, Frame
-from .cells import COLLECTIVES, Cell, Cells, after_gradients, components, label_of, plain_name, runs
+from .cells import COLLECTIVES, Cell, Cells, components, label_of, plain_name, runs
 
 MATRIX = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
 WINDOWS = frozenset(("reduce_window_max", "reduce_window_sum", "reduce_window_min", "reduce_window"))
@@ -288,10 +288,12 @@ def _name(run: list[Eqn]) -> str:
     return _TRUSTED.get(core, core) if "scale_by_trust_ratio" in transforms else core
 
 
-def updates(cells: Cells) -> dict[int, int]:
-    """The user's functions that make parameters anew after a gradient, by cell, and how many of them each makes."""
+def updates(cells: Cells, late: set[int]) -> dict[int, int]:
+    """The user's functions that make parameters anew after a gradient, by cell, and how many of them each makes.
+
+    `late` are the cells of gradients and behind them.
+    """
     counts = dict[int, int]()
-    late = after_gradients(cells)
     for cell in (cell for cell in cells if cell.id in late and not (cell.major or cell.op in COLLECTIVES)):
         made = {cells.raw.values[out].shape for eqn in cells.eqns(cell) for out in eqn.outs}
         count = sum(cells.raw.values[weight].shape in made for weight in cells.weights(cell))
@@ -449,15 +451,15 @@ def _arrays(cells: Cells, step: list[Cell]) -> set[int]:
 
 
 def _joins(cells: Cells, steps: list[list[Cell]]) -> bool:
-    """Whether something is computed from two of these."""
-    whose: dict[int, int] = {
-        out: n for n, step in enumerate(steps) for c in step for e in cells.eqns(c) for out in e.outs
-    }
-    inside = {number for step in steps for cell in step for number in cell.eqns}
+    """Whether something is computed from two of these, or one of them from another one."""
+    inside = {number: n for n, step in enumerate(steps) for cell in step for number in cell.eqns}
+    whose: dict[int, int] = {}  # of each value, the step that it is computed from
     for eqn in cells.raw.eqns[min(inside) :]:
-        steps_read = {whose[root] for value in eqn.ins if (root := cells.raw.root(value)) in whose}
-        if eqn.id not in inside and len(steps_read) > 1:
+        parts = {whose[root] for value in eqn.ins if (root := cells.raw.root(value)) in whose}
+        if eqn.id in inside:
+            parts.add(inside[eqn.id])
+        if len(parts) > 1:
             return True
-        if eqn.id not in inside and steps_read:
-            whose |= dict.fromkeys(eqn.outs, steps_read.pop())
+        for part in parts:
+            whose |= dict.fromkeys(eqn.outs, part)
     return False

@@ -131,12 +131,36 @@ class Cells:
         return after
 
     @functools.cached_property
+    def of_data(self) -> set[int]:
+        """The values that are computed forward from inputs, or from what a loop carries."""
+        roots = ((number, value) for number, value in enumerate(self.raw.values) if value.root == number)
+        of_data = {n for n, v in roots if v.kind == "input" or (v.kind == "op" and v.producer is None)}
+        for eqn in self.raw.eqns:
+            if not eqn.backward and any(self.raw.root(value) in of_data for value in eqn.ins):
+                of_data.update(eqn.outs)
+        return of_data
+
+    @functools.cached_property
     def by_prim(self) -> dict[str, list[Eqn]]:
         """The equations of each primitive, in order."""
         eqns_of: dict[str, list[Eqn]] = {}
         for eqn in self.raw.eqns:
             eqns_of.setdefault(eqn.prim, []).append(eqn)
         return eqns_of
+
+    @functools.cached_property
+    def read_by(self) -> dict[int, list[int]]:
+        """The equations that read each value, also from inside a nested jaxpr, where it has another number."""
+        read_by: dict[int, list[int]] = {}
+        for eqn in self.raw.eqns:
+            for value in eqn.ins:
+                outside: int | None = value
+                while outside is not None:
+                    read_by.setdefault(outside, []).append(eqn.id)
+                    shown = self.raw.values[outside]
+                    same_array = shown.shows if shown.producer is None else None
+                    outside = self.raw.first_pass.get(outside, same_array)
+        return read_by
 
     def eqns(self, cell: Cell) -> list[Eqn]:
         """The equations of a cell, in order."""
@@ -309,9 +333,9 @@ def sources_of(cells: Cells) -> dict[int, set[int]]:
     return {cell.id: {source.id for source in cells.sources(cell)} for cell in cells}
 
 
-def after_gradients(cells: Cells) -> set[int]:
+def after_gradients(cells: Cells, sources: dict[int, set[int]]) -> set[int]:
     """The cells of gradients, and those that read one."""
-    return reach((cell.id for cell in cells if cell.op.endswith(BACKWARD)), readers(sources_of(cells)))
+    return reach((cell.id for cell in cells if cell.op.endswith(BACKWARD)), readers(sources))
 
 
 def components(cells: Cells, chosen: list[Cell]) -> list[list[Cell]]:

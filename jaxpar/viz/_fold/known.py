@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,8 @@ from jax import lax
 from ..._core.checks import describe
 from . import layers
 from .cells import Cells
-from .templates import Fold, Pattern, Rule, fold_elementwise, fold_template, is_elementwise
-from .terms import is_fixed, maker, root
+from .templates import Fold, Pattern, Rule, fold_elementwise, fold_templates, is_elementwise
+from .terms import is_fixed, maker
 
 _sigmoid, _exp = jax.nn.sigmoid, jnp.exp
 Array = jax.Array
@@ -176,7 +177,7 @@ def _are_tables(cells: Cells, values: Sequence[int]) -> bool:
 
 def _is_table(cells: Cells, value: int) -> bool:
     """Whether a value may be sines and cosines: constants, parameters, or what is computed from them or from ids."""
-    todo, steps = [root(cells, value)], 0
+    todo, steps = [cells.raw.root(value)], 0
     while todo:
         at, steps = todo.pop(), steps + 1
         shown = cells.raw.values[at]
@@ -188,7 +189,7 @@ def _is_table(cells: Cells, value: int) -> bool:
                 return True
             if eqn.prim in ("dot_general", "conv_general_dilated", "reduce_sum", "rsqrt"):
                 return False
-            todo += [root(cells, operand) for operand in eqn.ins if eqn.prim != "gather" or operand == eqn.ins[0]]
+            todo += [cells.raw.root(operand) for operand in eqn.ins if eqn.prim != "gather" or operand == eqn.ins[0]]
     return True
 
 
@@ -266,20 +267,23 @@ RULES: tuple[Rule | Pattern, ...] = (
 
 
 def fold_patterns(cells: Cells, rules: Iterable[Rule | Pattern]) -> None:
-    """Apply each rule to all forward cells, one rule after the other. Activations beside each other are one search."""
-    for by_value, group in itertools.groupby(rules, lambda rule: isinstance(rule, Pattern) and is_elementwise(rule)):
-        if by_value:
-            fold_elementwise(cells, [rule for rule in group if isinstance(rule, Pattern)])
-        else:
-            for rule in group:
-                fold_template(cells, rule) if isinstance(rule, Pattern) else _fold_rule(cells, rule)
+    """Apply each rule to all forward cells, one rule after the other. Patterns beside each other are one search."""
+    for search, group in itertools.groupby(rules, _search_of):
+        search(cells, list(group))
 
 
-def _fold_rule(cells: Cells, rule: Rule) -> None:
-    for cell in cells.of_kinds(rule.ops):
-        fold = rule.match(cells, cell) if cell.id in cells.cells else None
-        if fold is not None and not isinstance(fold, Fold):
-            got = describe(fold)
-            raise TypeError(f"viz: the match of viz.Rule {rule.name!r} must return a viz.Fold or None, got {got}")
-        if fold is not None:
-            cells.fold(fold.cells, fold.op, fold.detail, fold.major)
+def _search_of(rule: Rule | Pattern) -> Callable[[Cells, Any], None]:
+    if isinstance(rule, Rule):
+        return _fold_rules
+    return fold_elementwise if is_elementwise(rule) else fold_templates
+
+
+def _fold_rules(cells: Cells, rules: Iterable[Rule]) -> None:
+    for rule in rules:
+        for cell in cells.of_kinds(rule.ops):
+            fold = rule.match(cells, cell) if cell.id in cells.cells else None
+            if fold is not None and not isinstance(fold, Fold):
+                got = describe(fold)
+                raise TypeError(f"viz: the match of viz.Rule {rule.name!r} must return a viz.Fold or None, got {got}")
+            if fold is not None:
+                cells.fold(fold.cells, fold.op, fold.detail, fold.major)

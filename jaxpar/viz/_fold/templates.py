@@ -10,7 +10,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from .._read.arguments import Argument
 from .._read.raw import Eqn, Raw
 from .calls import CALLS, fold_calls
 from .cells import Cell, Cells
-from .terms import constant, elements, is_convex, is_fixed, loose_ends, maker, owners, readers, root
+from .terms import constant, elements, is_convex, is_fixed, loose_ends, maker, owners, readers
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +119,23 @@ _Operand = int | complex  # a value, or a number
 
 
 @dataclass(frozen=True, slots=True)
+class _Step:
+    """How a value is computed. Its name is the same for all ways to write it."""
+
+    name: str
+    operands: tuple[_Operand, ...]
+    eqns: dict[int, Eqn]
+
+
+_Steps = Callable[[int], _Step | None]  # how each value is computed. None for what is given.
+
+
+@dataclass(frozen=True, slots=True)
 class _Template:
     """The function of a pattern."""
 
-    cells: Cells  # what it computes
+    raw: Raw  # what it computes
+    steps: _Steps
     outs: list[int]  # its results
     arrays: list[int]  # its arguments
     numbers: list[int]
@@ -148,17 +161,27 @@ def _template_of(pattern: Pattern) -> _Template:
     cells = Cells(raw)
     fold_calls(cells, CALLS)
     given = list(range(len(arrays) + len(numbers)))
-    return _Template(cells, [raw.root(out) for out in raw.outputs], given[: len(arrays)], given[len(arrays) :])
+    outs = [raw.root(out) for out in raw.outputs]
+    return _Template(raw, _steps_of(cells), outs, given[: len(arrays)], given[len(arrays) :])
 
 
-def fold_template(cells: Cells, pattern: Pattern) -> None:
-    """Make one cell wherever the equations of a network compute the function of a pattern."""
-    template = _template_of(pattern)
-    end = _step(template.cells, template.outs[0])
-    for value in _ends(cells, end.name) if end is not None else ():
-        match = _fold_at(cells, pattern, template, value)
-        if match is not None:
-            cells.fold(match.cells, match.op, match.detail, match.major)
+def fold_templates(cells: Cells, patterns: Iterable[Pattern]) -> None:
+    """Make one cell wherever the equations of a network compute the function of a pattern, one after the other."""
+    steps, ends = _steps_of(cells), functools.cache(functools.partial(_ends, cells))
+
+    @functools.cache
+    def read_by(value: int) -> set[str]:
+        return _names_read(steps, value)
+
+    for pattern in patterns:
+        template = _template_of(pattern)
+        last = template.steps(template.outs[0])
+        names = _names_read(template.steps, template.outs[0])
+        for value in ends(last.name) if last is not None else ():
+            # Most fail at the steps before the last one already.
+            match = _fold_at(cells, pattern, template, steps, value) if names <= read_by(value) else None
+            if match is not None:
+                cells.fold(match.cells, match.op, match.detail, match.major)
 
 
 def _ends(cells: Cells, name: str) -> list[int]:
@@ -169,8 +192,15 @@ def _ends(cells: Cells, name: str) -> list[int]:
     return sorted({eqn.outs[0] for eqn in eqns if not (eqn.view or eqn.backward or eqn.residual)}.union(activations))
 
 
-def _fold_at(cells: Cells, pattern: Pattern, template: _Template, end: int) -> Fold | None:
-    fit = _fit(template, cells, [(template.outs[0], end)], _Fit({}, {}))
+def _names_read(steps: _Steps, value: int) -> set[str]:
+    """The names of the steps that the last step to a value reads."""
+    last = steps(value)
+    made = [steps(operand) for operand in last.operands if isinstance(operand, int)] if last is not None else ()
+    return {step.name for step in made if step is not None}
+
+
+def _fold_at(cells: Cells, pattern: Pattern, template: _Template, steps: _Steps, end: int) -> Fold | None:
+    fit = _fit(template, steps, [(template.outs[0], end)], _Fit({}, {}))
     if fit is None:
         return None
     arrays = [value for at in template.arrays if isinstance(value := fit.values.get(at), int)]
@@ -191,9 +221,9 @@ def _fold_at(cells: Cells, pattern: Pattern, template: _Template, end: int) -> F
         and all(user.id in fit.eqns for out in eqn.outs for user in readers(cells, out))
     }
     for eqns in (fit.eqns | taken_apart, fit.eqns):
-        steps = list(eqns.values())
-        members = owners(cells, steps, ("Activation",))
-        if members is not None and loose_ends(cells, steps) <= outs and is_convex(cells, steps):
+        found = list(eqns.values())
+        members = owners(cells, found, ("Activation",))
+        if members is not None and loose_ends(cells, found) <= outs and is_convex(cells, found):
             return Fold(members, pattern.op, pattern.detail)
     return None
 
@@ -206,28 +236,27 @@ class _Fit:
     eqns: dict[int, Eqn]
 
 
-def _fit(template: _Template, cells: Cells, pairs: list[tuple[_Operand, _Operand]], fit: _Fit) -> _Fit | None:
+def _fit(template: _Template, steps: _Steps, pairs: list[tuple[_Operand, _Operand]], fit: _Fit) -> _Fit | None:
     """Fit each pair of a value of the template and one of the network. A network may compute a step twice."""
     if not pairs:
         return fit
     (wanted, candidate), *remaining = pairs
     if not isinstance(wanted, int):
-        return _fit(template, cells, remaining, fit) if _is_close(wanted, candidate) else None
+        return _fit(template, steps, remaining, fit) if _is_close(wanted, candidate) else None
     values = fit.values | {wanted: candidate}
     if wanted in template.arrays or wanted in template.numbers:
-        is_number = not isinstance(candidate, int) or constant(cells, candidate) is not None
         before = fit.values.get(wanted, candidate)
         same = before == candidate if isinstance(before, int) else _is_close(before, candidate)
-        fits = same and is_number == (wanted in template.numbers)
-        return _fit(template, cells, remaining, _Fit(values, fit.eqns)) if fits else None
+        fits = same and isinstance(candidate, int) == (wanted in template.arrays)
+        return _fit(template, steps, remaining, _Fit(values, fit.eqns)) if fits else None
     # Both are computed. The steps must have one name, and their operands must fit, in any order where that is alike.
-    step = _step(template.cells, wanted)
-    made = _step(cells, candidate) if isinstance(candidate, int) else None
+    step = template.steps(wanted)
+    made = steps(candidate) if isinstance(candidate, int) else None
     if step is None or made is None or (step.name, len(step.operands)) != (made.name, len(made.operands)):
         return None
     for operands in (made.operands, made.operands[::-1])[: 1 + (made.name in _COMMUTE)]:
         new = [*zip(step.operands, operands, strict=True), *remaining]
-        if (done := _fit(template, cells, new, _Fit(values, fit.eqns | made.eqns))) is not None:
+        if (done := _fit(template, steps, new, _Fit(values, fit.eqns | made.eqns))) is not None:
             return done
     return None
 
@@ -237,13 +266,9 @@ def _is_close(wanted: complex, candidate: _Operand) -> bool:
     return not isinstance(candidate, int) and abs(candidate - wanted) <= 1e-2 * abs(wanted)
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """How a value is computed. Its name is the same for all ways to write it."""
-
-    name: str
-    operands: tuple[_Operand, ...]
-    eqns: dict[int, Eqn]
+def _steps_of(cells: Cells) -> _Steps:
+    """How the values are computed, as long as nothing but layers is folded: each is looked at once."""
+    return functools.cache(functools.partial(_step, cells))
 
 
 def _step(cells: Cells, value: int) -> _Step | None:
@@ -295,8 +320,8 @@ def _named(eqn: Eqn, operands: list[_Operand]) -> tuple[str, tuple[_Operand, ...
 def is_elementwise(pattern: Pattern) -> bool:
     """Whether a pattern is a function of one array that works element by element."""
     template = _template_of(pattern)
-    steps = [eqn for eqn in template.cells.raw.eqns if not eqn.view]
-    shapes = {template.cells.raw.values[value].shape for value in template.arrays} | {()}
+    steps = [eqn for eqn in template.raw.eqns if not eqn.view]
+    shapes = {template.raw.values[value].shape for value in template.arrays} | {()}
     of_one = len(template.arrays) == 1 and (len(steps) > 1 or steps[0].prim in _ALONE)
     return of_one and all(eqn.prim in _COMPUTED and eqn.out_shape in shapes for eqn in steps)
 
@@ -335,7 +360,7 @@ def _activation_at(cells: Cells, patterns: Sequence[Pattern], end: int) -> Fold 
 def _expressions(cells: Cells, end: int) -> Iterator[tuple[int, list[Eqn]]]:
     """The single values that a value is computed from, element by element, and the equations between them."""
     # Backwards, the latest equation first. Where a single value is read at last, all before it is a function of it.
-    eqns, reads = list[Eqn](), {root(cells, end)}
+    eqns, reads = list[Eqn](), {cells.raw.root(end)}
     while len(eqns) < _MOST:
         makers = {value: maker(cells, value) for value in reads}
         latest = max(reads, key=lambda value: -1 if (made := makers[value]) is None else made.id)
@@ -343,7 +368,7 @@ def _expressions(cells: Cells, end: int) -> Iterator[tuple[int, list[Eqn]]]:
         if eqn is None or eqn.prim not in _COMPUTED or elements(cells, latest) != elements(cells, end):
             return
         eqns.append(eqn)
-        reads = (reads - {latest}) | {root(cells, value) for value in eqn.ins if not is_fixed(cells, value)}
+        reads = (reads - {latest}) | {cells.raw.root(value) for value in eqn.ins if not is_fixed(cells, value)}
         if len(reads) == 1:
             yield next(iter(reads)), list(eqns)
 
@@ -351,28 +376,30 @@ def _expressions(cells: Cells, end: int) -> Iterator[tuple[int, list[Eqn]]]:
 def _pattern_of(cells: Cells, patterns: Sequence[Pattern], value: int, end: int, eqns: Sequence[Eqn]) -> Pattern | None:
     """The first pattern whose function gives one value of another."""
     with np.errstate(all="ignore"):
-        y = _computed(cells.raw, root(cells, end), {value: _X})
+        y = _computed(cells.raw, cells.raw.root(end), {value: _X})
         if y is None or np.shape(y) != _X.shape:
             return None
         literals = [each.real for eqn in eqns for at in eqn.ins if (each := constant(cells, at)) and each.real]
         literals += [1 / each for each in literals]
-        numbers = tuple(sorted({*literals, *(-each for each in literals)}))
-        if any(np.allclose(y, plain) for plain in (_X, abs(_X))):  # a leaky ReLU of slope 1 or -1
+        rows, whose = _values(tuple(patterns), tuple(sorted({*literals, *(-each for each in literals)})))
+        found = (np.abs(rows - y) <= 1e-3 + 1e-2 * np.abs(rows)).all(-1)  # as far as numbers of 8 bits tell
+        if not found.any() or any(np.allclose(y, plain) for plain in (_X, abs(_X))):  # a leaky ReLU of slope 1 or -1
             return None
-        for pattern in patterns:
-            rows = _values(pattern, numbers if _template_of(pattern).numbers else ())
-            if (np.abs(rows - y) <= 1e-3 + 1e-2 * np.abs(rows)).all(-1).any():  # as far as numbers of 8 bits tell
-                return pattern
-        return None
+        return whose[int(found.argmax())]
 
 
-@functools.lru_cache(maxsize=4096)
-def _values(pattern: Pattern, numbers: tuple[float, ...]) -> np.ndarray:
-    """A row of values for each way to choose the numbers of a pattern among these."""
-    template = _template_of(pattern)
-    ways = list(itertools.product(numbers, repeat=len(template.numbers)))
-    arguments = {at: np.array([way[n] for way in ways])[:, None] for n, at in enumerate(template.numbers)}
-    return np.atleast_2d(_computed(template.cells.raw, template.outs[0], {template.arrays[0]: _X, **arguments}))
+@functools.lru_cache(maxsize=512)
+def _values(patterns: tuple[Pattern, ...], numbers: tuple[float, ...]) -> tuple[np.ndarray, list[Pattern]]:
+    """A row of values for each pattern and each way to choose its numbers among these, and the pattern of each row."""
+    rows, whose = list[np.ndarray](), list[Pattern]()
+    for pattern in patterns:
+        template = _template_of(pattern)
+        ways = list(itertools.product(numbers, repeat=len(template.numbers)))
+        arguments = {at: np.array([way[n] for way in ways])[:, None] for n, at in enumerate(template.numbers)}
+        y = _computed(template.raw, template.outs[0], {template.arrays[0]: _X, **arguments})
+        rows.append(np.broadcast_to(y, (len(ways), len(_X))))
+        whose += [pattern] * len(ways)
+    return np.concatenate(rows), whose
 
 
 def _computed(raw: Raw, value: int, values: dict[int, Any]) -> Any:

@@ -70,6 +70,8 @@ _ARITHMETIC = 24  # cells of the arithmetic of a param, above which it is a netw
 
 def made_of_params(cells: Cells, value: int, reader: Cell) -> tuple[Cell, ...]:
     """The cells that make a value of params and constants alone, for one reader: an adapter, a normalized weight."""
+    if cells.raw.root(value) in cells.of_data:
+        return ()
     made: dict[int, Cell] = {}
     todo, has_params = [cells.producer(value)], False
     while todo:
@@ -134,11 +136,6 @@ def maker(cells: Cells, value: int) -> Eqn | None:
     return None if eqn is None or eqn.backward else eqn
 
 
-def root(cells: Cells, value: int) -> int:
-    """The value behind views."""
-    return cells.raw.root(value)
-
-
 def is_fixed(cells: Cells, value: int) -> bool:
     """Whether a value is a literal or a constant."""
     return cells.raw.of(value).kind in ("literal", "const")
@@ -149,10 +146,10 @@ def squared(cells: Cells, value: int) -> tuple[int, Eqn] | None:
     eqn = maker(cells, value)
     if eqn is None:
         return None
-    twice = eqn.prim == "mul" and root(cells, eqn.ins[0]) == root(cells, eqn.ins[1])
+    twice = eqn.prim == "mul" and cells.raw.root(eqn.ins[0]) == cells.raw.root(eqn.ins[1])
     power = eqn.prim == "integer_pow" and eqn.params["y"] == 2
     power = power or (eqn.prim == "pow" and number(cells, eqn.ins[1]) == 2)
-    return (root(cells, eqn.ins[0]), eqn) if twice or power or eqn.prim == "square" else None
+    return (cells.raw.root(eqn.ins[0]), eqn) if twice or power or eqn.prim == "square" else None
 
 
 def elements(cells: Cells, value: int) -> int:
@@ -185,7 +182,7 @@ def is_convex(cells: Cells, eqns: Collection[Eqn]) -> bool:
     outside: set[int] = set()
     made = {out for eqn in eqns for out in eqn.outs}
     for eqn in cells.raw.eqns[min(inside) : max(inside) + 1]:
-        roots = {root(cells, value) for value in eqn.ins}
+        roots = {cells.raw.root(value) for value in eqn.ins}
         if eqn.id in inside:
             if roots & outside:
                 return False

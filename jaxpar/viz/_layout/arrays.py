@@ -12,9 +12,10 @@ import numpy as np
 from .._fold.calls import OPTIMIZERS
 from .._fold.cells import Cell, Cells
 from .._graph import BACKWARD, Sizes
+from .._read.costs import is_uncounted
 from .._read.raw import Raw
 from .._searches import reach
-from .net import Net, output_bytes
+from .net import Net, output_bytes, turns
 
 _NORMS = frozenset(("BatchNorm", "InstanceNorm", "Normalization", "GroupNorm", "LayerNorm", "RMSNorm"))
 _TRAINED = _NORMS | {"FullyConnected", "Convolution", "Deconvolution", "Embedding", "Attention"}
@@ -76,8 +77,8 @@ def set_sizes(net: Net) -> None:
     used = {weight for draft in net.drafts for weight in draft.weights}
     state = {weight for weight in used if raw.values[weight].state}
     # A new value of an optimizer's state is returned. What is read beside gradients and stays is a param.
-    names = dict(zip(raw.output_names, raw.outputs, strict=True))
-    net.state = {weight for weight in loose & used - state if _results(raw, names, weight)}
+    ends = _results_by_end(raw)
+    net.state = {weight for weight in loose & used - state if _results(raw, ends, weight)}
     params = used - net.state - state
     unused = [raw.values[number] for number in numbers["weight"] if number not in used]
     net.sizes = Sizes(
@@ -86,18 +87,45 @@ def set_sizes(net: Net) -> None:
         optimizer=_bytes(raw, loose - state - params),
         forward=sum(output_bytes(net, draft) for draft in net.layers if not draft.op.endswith(BACKWARD)),
         backward=sum(output_bytes(net, draft) for draft in net.layers if draft.op.endswith(BACKWARD)),
-        trained=frozenset(raw.values[weight].name for weight in trained(raw, params)),
+        trained=frozenset(raw.values[weight].name for weight in trained(raw, params, ends)),
         unused=sum(value.elements for value in unused if not (value.captured or value.state)),
         state=_bytes(raw, state),
     )
+    net.constants = _constants(raw)
+    net.uncounted = raw.uncounted.union(e.prim for e in raw.eqns if not e.view and is_uncounted(e.prim, e.params))
+    _set_kept(net)
 
 
-def trained(raw: Raw, params: set[int]) -> set[int]:
-    """The parameters whose results depend on the backward pass. All of them where there is none."""
+def _constants(raw: Raw) -> int:
+    """The elements of the captured arrays that are read and are no parameters. Scalars do not count."""
+    read = {raw.root(value) for eqn in raw.eqns for value in eqn.ins}
+    captured = (value for number, value in enumerate(raw.values) if number in read and value.producer is None)
+    return sum(size for value in captured if value.kind == "const" and (size := math.prod(value.shape)) > 1)
+
+
+def _set_kept(net: Net) -> None:
+    """Write for each layer the bytes that it computes and a gradient reads, or what remat computes again for it.
+
+    A value that two gradients read counts once. What remat computes again is not kept.
+    """
+    raw = net.raw
+    again = {draft.at for draft in net.layers if draft.eqns and all(raw.eqns[number].again for number in draft.eqns)}
+    late = [draft for draft in net.layers if draft.op.endswith(BACKWARD) or draft.at in again]
+    read = {raw.root(value) for draft in late for number in draft.eqns for value in raw.eqns[number].ins}
+    for draft in net.layers:
+        if not draft.op.endswith(BACKWARD) and draft.at not in again:
+            made = {out: raw.eqns[number].scope for number in draft.eqns for out in raw.eqns[number].outs}
+            draft.kept = sum(raw.values[out].bytes * turns(scope) for out, scope in made.items() if out in read)
+
+
+def trained(raw: Raw, params: set[int], ends: dict[str, list[int]]) -> set[int]:
+    """The parameters whose results depend on the backward pass. All of them where there is none.
+
+    `ends` are the results by the ends of their names.
+    """
     if not any(eqn.backward for eqn in raw.eqns):
         return params
-    names = dict(zip(raw.output_names, raw.outputs, strict=True))
-    results = {weight: _results(raw, names, weight) for weight in params}
+    results = {weight: _results(raw, ends, weight) for weight in params}
     if not any(results.values()):  # the gradients stay inside
         return params
     late: dict[int, int] = {}
@@ -107,7 +135,7 @@ def trained(raw: Raw, params: set[int]) -> set[int]:
             return trained_now
         # With a staleness, new values depend on pushes of earlier steps, which came as this step hands on its own.
         unused = [n for n, value in enumerate(raw.values) if value.argument and n not in params | late.keys()]
-        more = [n for n in unused if _depends(raw, levels, _results(raw, names, n))]
+        more = [n for n in unused if _depends(raw, levels, _results(raw, ends, n))]
         if not more:
             return trained_now
         late |= dict.fromkeys(more, _DEPENDS)
@@ -117,7 +145,16 @@ def _depends(raw: Raw, levels: dict[int, int], values: list[int]) -> bool:
     return any(levels.get(raw.root(value)) == _DEPENDS for value in values)
 
 
-def _results(raw: Raw, names: dict[str, int], weight: int) -> list[int]:
+def _results_by_end(raw: Raw) -> dict[str, list[int]]:
+    """The results by each end of their names that is the path of a leaf: "['conv']['bias']" and "['bias']"."""
+    ends: dict[str, list[int]] = {}
+    for name, number in zip(raw.output_names, raw.outputs, strict=True):
+        for start in (len(name), *(at for at, letter in enumerate(name) if letter in ".[")):
+            ends.setdefault(name[start:], []).append(number)
+    return ends
+
+
+def _results(raw: Raw, ends: dict[str, list[int]], weight: int) -> list[int]:
     """The results that have the path and the shape of a parameter: its gradient, or its new value.
 
     What is cut into a padded row for each device, (devices, chunk), may come back as a whole array.
@@ -125,7 +162,7 @@ def _results(raw: Raw, names: dict[str, int], weight: int) -> list[int]:
     value = raw.values[weight]
     tail, size = value.name.removeprefix(value.argument), math.prod(value.shape)
     devices = value.shape[0] if len(value.shape) == 2 else 0
-    named = ((n, raw.values[n].shape) for name, n in names.items() if name.endswith(tail))
+    named = ((n, raw.values[n].shape) for n in ends.get(tail, ()))
     return [n for n, shape in named if shape == value.shape or 0 <= size - math.prod(shape) < devices]
 
 

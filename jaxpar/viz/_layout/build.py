@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from ..._core.text import plural
 from .._fold.calls import OPTIMIZERS, updates
-from .._fold.cells import SENT, Cell, Cells, carry_of, plain_name, sources_of
+from .._fold.cells import SENT, Cell, Cells, after_gradients, carry_of, plain_name, sources_of
 from .._graph import BACKWARD, human
 from .._read.raw import Eqn, Raw
 from .._read.source import describe
@@ -25,8 +26,10 @@ def build(cells: Cells) -> Net:
         drafts.append(Draft(number - len(raw.values), "input", "", number, name=value.name))
     # Layers come after all that they read, and as near to the order of the trace as that allows.
     first = {cell.id: next((e.id for e in cells.eqns(cell) if not e.view), cell.eqns[0]) for cell in cells}
-    ordered = [cells.cells[number] for number in order(sources_of(cells), first.__getitem__)]
-    updated, casts = updates(cells), _casts(raw)
+    sources = sources_of(cells)
+    ordered = [cells.cells[number] for number in order(sources, first.__getitem__)]
+    late = after_gradients(cells, sources)
+    updated, casts = updates(cells, late), _casts(raw)
     for cell in ordered:
         draft = _draft(cells, cell, len(by_cell))
         draft.value = casts.get(draft.value, draft.value)
@@ -45,8 +48,8 @@ def build(cells: Cells) -> Net:
         if owner is not None:
             by_cell[owner.id].outputs.append(name)
 
-    net = Net(raw, drafts, edges, carries=carries)
-    set_scopes(cells, net, by_cell)
+    net = Net(raw, drafts, edges, carries=carries, shapes=_written_shapes(raw))
+    set_scopes(cells, net, by_cell, late)
     # A gradient is drawn beside its layer, unless it runs in a loop or a branch of its own.
     for draft in drafts:
         if draft.forward is not None and not any(scope.is_region for scope in draft.scope):
@@ -89,6 +92,20 @@ def _casts(raw: Raw) -> dict[int, int]:
             if calls[0] == calls[1] < 0:
                 casts[root] = eqn.outs[0]
     return casts
+
+
+def _written_shapes(raw: Raw) -> dict[int, tuple[int, ...]]:
+    """The shapes of products that the same line transposes, as an einsum does, where nothing else reads them."""
+    reads = Counter(value for eqn in raw.eqns for value in eqn.ins)
+    shapes: dict[int, tuple[int, ...]] = {}
+    for eqn in (eqn for eqn in raw.eqns if eqn.view and eqn.prim == "transpose"):
+        root = raw.root(eqn.ins[0])
+        maker = raw.values[root].producer
+        if maker is None or raw.eqns[maker].prim != "dot_general" or reads[root] > 1:
+            continue
+        if raw.own_stack(raw.eqns[maker]) == raw.own_stack(eqn):
+            shapes[root] = eqn.out_shape
+    return shapes
 
 
 def _draft(cells: Cells, cell: Cell, at: int) -> Draft:

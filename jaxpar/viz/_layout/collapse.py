@@ -51,8 +51,9 @@ def _close(net: Net, is_open: Container[Path]) -> None:
 
 def close_groups(net: Net, groups: list[_Closing]) -> None:
     """Merge the drafts of each group, so that what they become has no circle."""
-    sources = net.sources()
-    ordered = net.ordered() if groups else []
+    if not groups:
+        return
+    sources, ordered = net.sources(), net.ordered()
     merged: list[tuple[list[Draft], Draft]] = []
     for (path, is_backward), group in _without_circles(ordered, sources, groups):
         if len(group) > 1:
@@ -123,42 +124,48 @@ def close_until(net: Net, fits: Callable[[Net], bool], *, room: int = MOST, few:
         if most is not None:
             add_parts(divided, most)
         closed = _opened(divided, fits, few)
-        if fits(closed) and (best is None or _most_hidden(closed) < _most_hidden(best)):
+        if closed is not None and (best is None or _most_hidden(closed) < _most_hidden(best)):
             best = closed
         if best is not None and len(best.layers) >= few and (not few or 2 * _most_hidden(best)[0] <= count):
             break
-    best = best or _opened(divided, fits, few)
+    best = best or _closed(divided, _around_all(divided))
     net.drafts, net.edges, net.carries, net.repeats = best.drafts, best.edges, best.carries, best.repeats
 
 
-def _without_open_parts(net: Net) -> Net:
-    """The same without the frames of open parts: their names say what is in them, which is seen."""
+def _closed(net: Net, is_open: Container[Path]) -> Net:
+    """A net with only these scopes open. Parts have no frames then: their names say what is in them, which is seen."""
 
     def around(scope: Path) -> Path:
         return tuple(part for part in scope if part.kind != "part" or part.times is not None)
 
-    net = net.copy()
-    for draft in net.drafts:
+    made = net.copy()
+    _close(made, is_open)
+    for draft in made.drafts:
         draft.scope = around(draft.scope)
-    net.repeats = {around(path): count for path, count in net.repeats.items()}
-    return net
+    made.repeats = {around(path): count for path, count in made.repeats.items()}
+    return made
 
 
-def _opened(net: Net, fits: Callable[[Net], bool], few: int) -> Net:
-    """A net with as many open levels of scopes as fit, or none, and then the largest blocks while boxes are few."""
+def _around_all(net: Net) -> set[Path]:
+    """The scopes around everything, which do not count."""
+    return set(paths_of(shared_scope(net.layers)))
 
-    def closed(is_open: Container[Path]) -> Net:
-        copy = net.copy()
-        _close(copy, is_open)
-        return _without_open_parts(copy)
 
-    is_open, paths = set(paths_of(shared_scope(net.layers))), _paths(net)
+def _opened(net: Net, fits: Callable[[Net], bool], few: int) -> Net | None:
+    """A net with as many open levels of scopes as fit, and then the largest blocks while boxes are few.
+
+    None where it does not even fit with all of them closed.
+    """
+    is_open, paths = _around_all(net), _paths(net)
+    shown = _closed(net, is_open)
+    if not fits(shown):
+        return None
     for level in range(1 + len(is_open), 1 + max(map(len, paths), default=0)):
-        more = is_open | {path for path in paths if len(path) == level}
-        if not fits(closed(more)):
+        more_open = is_open | {path for path in paths if len(path) == level}
+        if not fits(more := _closed(net, more_open)):
             break
-        is_open = more
-    shown, tried = closed(is_open), set[Path]()
+        is_open, shown = more_open, more
+    tried = set[Path]()
     size = Counter(path for draft in net.drafts for path in paths_of(draft.scope))
     while len(shown.layers) < few:
         inside = [path for path in paths if path not in is_open | tried and path[:-1] in is_open | {()}]
@@ -166,12 +173,12 @@ def _opened(net: Net, fits: Callable[[Net], bool], few: int) -> Net:
             break
         largest = max(inside, key=size.__getitem__)
         tried.add(largest)
-        if fits(more := closed(is_open | {largest})):
+        if fits(more := _closed(net, is_open | {largest})):
             is_open, shown = is_open | {largest}, more
     # A box of two layers that is no module says less than they do, and hides one box. Such are opened while all fits.
     parts = [path for path in paths if path[-1].kind == "part" and path not in is_open and path[:-1] in is_open | {()}]
     for path in sorted((path for path in parts if size[path] <= _SMALL), key=size.__getitem__) if few else ():
-        if fits(more := closed(is_open | {path})):
+        if fits(more := _closed(net, is_open | {path})):
             is_open, shown = is_open | {path}, more
     return shown
 

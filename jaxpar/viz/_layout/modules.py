@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .._fold.cells import Cell, Cells, after_gradients
+from .._fold.cells import Cell, Cells
 from .._graph import BACKWARD
 from .._read.arguments import RANDOM
 from .._read.source import Frame
@@ -145,14 +145,17 @@ def join_scopes(layers: Sequence[Layer]) -> list[Path]:
     return joined
 
 
-def set_scopes(cells: Cells, net: Net, by_cell: dict[int, Draft]) -> None:
-    """Write the scopes of the drafts before a gradient. A second call of a module gets a number."""
+def set_scopes(cells: Cells, net: Net, by_cell: dict[int, Draft], late: set[int]) -> None:
+    """Write the scopes of the drafts before a gradient. A second call of a module gets a number.
+
+    `late` are the cells of gradients and behind them.
+    """
     stacks: dict[int, tuple[Frame, ...]] = {}
-    late = after_gradients(cells)
-    forward = sorted((cell for cell in cells if cell.id not in late), key=lambda cell: _first(cells, cell))
+    first = {cell.id: _first(cells, cell, by_cell[cell.id].scope) for cell in cells if cell.id not in late}
+    forward = [cells.cells[number] for number in sorted(first, key=first.__getitem__)]
     frames = {cell.id: frames_of(cells, cell, stacks) for cell in forward}
     _mark_tied(cells, forward, frames, by_cell)
-    layers = [_layer(cells, cell, by_cell[cell.id], frames[cell.id]) for cell in forward]
+    layers = [_layer(cells, first[cell.id], by_cell[cell.id], frames[cell.id]) for cell in forward]
     are_modules = find_modules(layers)
     for cell, scope in zip(forward, join_scopes(layers), strict=True) if are_modules else ():
         by_cell[cell.id].scope = scope
@@ -215,9 +218,8 @@ def _calls_in_a_row(run: list[Draft], frames: Mapping[int, tuple[Frame, ...]]) -
     return [run]
 
 
-def _first(cells: Cells, cell: Cell) -> int:
+def _first(cells: Cells, cell: Cell, scope: Path) -> int:
     """The first equation of a cell in its scope."""
-    scope = cells.scope(cell)
     return next(eqn.id for eqn in cells.steps(cell) if eqn.scope[: len(scope)] == scope)
 
 
@@ -243,8 +245,8 @@ def _mark_tied(
         by_cell[cell.id].tied |= random and any(readers[weight] > 1 for weight in paths)
 
 
-def _layer(cells: Cells, cell: Cell, draft: Draft, frames: tuple[Frame, ...]) -> Layer:
-    eqn = cells.raw.eqns[_first(cells, cell)]
+def _layer(cells: Cells, first: int, draft: Draft, frames: tuple[Frame, ...]) -> Layer:
+    eqn = cells.raw.eqns[first]
     levels = tuple(level if level < 0 else len(plain_stack(eqn.stack[:level])) for level in eqn.levels)
     paths = [path[:-1] for weight in draft.weights if (path := cells.raw.values[weight].path)]
     path = common_prefix(paths) if paths and not draft.tied else None
@@ -318,14 +320,15 @@ def _fill(around: Path, drafts: list[Draft], sources: dict[int, list[Draft]]) ->
 
 def frames_of(cells: Cells, cell: Cell, plain_stacks: dict[int, tuple[Frame, ...]]) -> tuple[Frame, ...]:
     """The calls that most of a cell's FLOPs are in, without those of JAX. `plain_stacks`, by place, grows."""
-    stacks: list[tuple[tuple[Frame, ...], int]] = []
+    weights = Counter[int]()  # of each place
     for eqn in cells.steps(cell):
         if eqn.position not in plain_stacks:
             plain_stacks[eqn.position] = plain_stack(eqn.stack)
-        stacks.append((plain_stacks[eqn.position], 1 + eqn.flops))
-    keys = {stack: tuple(key for frame in stack for key in (frame.function, frame.call)) for stack, _ in stacks}
-    shared = main_prefix((keys[stack], weight) for stack, weight in stacks)
-    inside = next(stack for stack in keys if keys[stack][: len(shared)] == shared)
+        weights[eqn.position] += 1 + eqn.flops
+    stacks = [plain_stacks[position] for position in weights]
+    keys = [tuple(key for frame in stack for key in (frame.function, frame.call)) for stack in stacks]
+    shared = main_prefix(zip(keys, weights.values(), strict=True))
+    inside = next(stack for stack, key in zip(stacks, keys, strict=True) if key[: len(shared)] == shared)
     return inside[: (len(shared) + 1) // 2]  # the last one may be at several places of its function
 
 

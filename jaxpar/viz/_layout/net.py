@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from .._graph import BACKWARD, Edge, Graph, Node, Sizes
-from .._read.costs import is_uncounted
 from .._read.raw import Raw, Value
 from .._scopes import Path, common_prefix
 from .._searches import order
@@ -42,6 +40,7 @@ class Draft:
     eqns: list[int] = field(default_factory=list)  # the ids of its equations, those of all copies
     tied: bool = False  # whether all its parameters are another layer's
     borrowed: set[int] = field(default_factory=set[int])  # those of its parameters that are another layer's
+    kept: int = 0  # the bytes that it computes and a gradient reads
     # the modules around it and its own name, from the outside in. Empty where nothing names it.
     path: tuple[str, ...] = ()
 
@@ -55,6 +54,7 @@ class Draft:
         same = [self, *drafts]
         self.flops = sum(draft.flops for draft in same)
         self.bytes = sum(draft.bytes for draft in same)
+        self.kept = sum(draft.kept for draft in same)
         self.weights = list(dict.fromkeys(weight for draft in same for weight in draft.weights))
         self.outputs = [output for draft in same for output in draft.outputs]
         self.eqns = [eqn for draft in same for eqn in draft.eqns]
@@ -72,7 +72,12 @@ class Net:
     repeats: dict[Path, int] = field(default_factory=dict[Path, int])  # the number of copies of each repeated scope
     # as `edges`, from what computes a value in one pass of a loop to what reads it in the next
     carries: dict[tuple[int, int, int], None] = field(default_factory=dict)
-    sizes: Sizes = field(default_factory=Sizes)  # the bytes of its arrays, before anything is collapsed
+    # Of the equations, before anything is collapsed: the bytes of their arrays, the elements of the captured ones that
+    # are no parameters, the primitives without a formula, and the shapes of products that the same line transposes.
+    sizes: Sizes = field(default_factory=Sizes)
+    constants: int = 0
+    uncounted: set[str] = field(default_factory=set[str])
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
 
     @property
     def layers(self) -> list[Draft]:
@@ -168,14 +173,10 @@ def _unique(wanted: str, base: str, taken: set[str], numbers: dict[str, int]) ->
             return name
 
 
-_Shapes = dict[int, tuple[int, ...]]  # of values
-
-
 def to_graph(net: Net) -> Graph:
     """The graph of a net. The same function always gives the same graph."""
-    names, shapes = name_drafts(net), _written_shapes(net.raw)
+    names = name_drafts(net)
     counted: set[int] = set(net.state)
-    kept = kept_bytes(net)
     nodes, weights, weight_edges = list[Node](), dict[int, Node](), list[Edge]()
     for draft in net.drafts:
         # A shared parameter counts in the first layer that uses it.
@@ -186,7 +187,7 @@ def to_graph(net: Net) -> Graph:
             name=names[draft.at],
             op=draft.op,
             detail=draft.detail,
-            shape=() if leaves else shapes.get(draft.value, array.shape),
+            shape=() if leaves else net.shapes.get(draft.value, array.shape),
             dtype=array.dtype if len({leaf.dtype for leaf in leaves}) < 2 else "",
             params=params,
             flops=draft.flops,
@@ -200,7 +201,7 @@ def to_graph(net: Net) -> Graph:
             leaves=tuple(f"{leaf.name}: {leaf.dtype}[{','.join(map(str, leaf.shape))}]" for leaf in leaves),
             state=state,
             output_bytes=output_bytes(net, draft),
-            kept_bytes=kept.get(draft.at, 0),
+            kept_bytes=draft.kept,
         )
         nodes.append(node)
         for weight in draft.weights:
@@ -212,19 +213,18 @@ def to_graph(net: Net) -> Graph:
             )
             weight_edges.append(Edge(value.name, names[draft.at], value.shape, value.dtype))
     params, state = _sizes(net.raw, counted - net.state)
-    uncounted = {eqn.prim for eqn in net.raw.eqns if not eqn.view and is_uncounted(eqn.prim, eqn.params)}
     return Graph(
         nodes=tuple(nodes),
-        edges=_edges(net, names, shapes),
+        edges=_edges(net, names),
         weights=tuple(weights.values()),
         weight_edges=tuple(weight_edges),
         total_params=params,
         equations=net.raw.count,
         scopes=tuple(sorted(net.repeats.items())),
         sizes=net.sizes,
-        uncounted=tuple(sorted(uncounted | net.raw.uncounted)),
+        uncounted=tuple(sorted(net.uncounted)),
         total_state=state,
-        total_constants=_constants(net.raw),
+        total_constants=net.constants,
     )
 
 
@@ -233,48 +233,12 @@ def output_bytes(net: Net, draft: Draft) -> int:
     return 0 if draft.op == "input" else net.raw.values[draft.value].bytes * draft.repeat * turns(draft.scope)
 
 
-def kept_bytes(net: Net) -> dict[int, int]:
-    """For each layer the bytes that it computes and a gradient reads, or what remat computes again for it.
-
-    A value that two gradients read counts once. What remat computes again is not kept.
-    """
-    raw = net.raw
-    again = {draft.at for draft in net.layers if draft.eqns and all(raw.eqns[number].again for number in draft.eqns)}
-    late = {draft.at for draft in net.layers if draft.op.endswith(BACKWARD)} | again
-    read = {
-        raw.root(value)
-        for draft in net.layers
-        if draft.at in late
-        for number in draft.eqns
-        for value in raw.eqns[number].ins
-    }
-    kept: dict[int, int] = {}
-    for draft in (draft for draft in net.layers if draft.at not in late):
-        made = {out: raw.eqns[number].scope for number in draft.eqns for out in raw.eqns[number].outs}
-        kept[draft.at] = sum(raw.values[out].bytes * turns(scope) for out, scope in made.items() if out in read)
-    return kept
-
-
 def turns(scope: Path) -> int:
     """How often the loops of a scope run what is in it."""
     return math.prod(part.times or 1 for part in scope if part.is_region)
 
 
-def _written_shapes(raw: Raw) -> _Shapes:
-    """The shapes of products that the same line transposes, as an einsum does, where nothing else reads them."""
-    reads = Counter(value for eqn in raw.eqns for value in eqn.ins)
-    shapes: _Shapes = {}
-    for eqn in (eqn for eqn in raw.eqns if eqn.view and eqn.prim == "transpose"):
-        root = raw.root(eqn.ins[0])
-        maker = raw.values[root].producer
-        if maker is None or raw.eqns[maker].prim != "dot_general" or reads[root] > 1:
-            continue
-        if raw.own_stack(raw.eqns[maker]) == raw.own_stack(eqn):
-            shapes[root] = eqn.out_shape
-    return shapes
-
-
-def _edges(net: Net, names: dict[int, str], shapes: _Shapes) -> tuple[Edge, ...]:
+def _edges(net: Net, names: dict[int, str]) -> tuple[Edge, ...]:
     """One edge from each node to each that reads it."""
     arrays: dict[tuple[int, int], list[int]] = {}
     for source, target, value in sorted(net.edges):
@@ -285,7 +249,7 @@ def _edges(net: Net, names: dict[int, str], shapes: _Shapes) -> tuple[Edge, ...]
         number = max(numbers, key=lambda number: (number == draft.value, net.raw.values[number].bytes))
         value = net.raw.values[number]
         label = leaf_of(value) if draft.leaves and len(numbers) == 1 else ""
-        shape = shapes.get(number, value.shape)
+        shape = net.shapes.get(number, value.shape)
         edges.append(Edge(names[source], names[target], shape, value.dtype, label, len(numbers)))
     for source, target, number in net.carries:
         value = net.raw.values[number]
@@ -300,13 +264,6 @@ def _sizes(raw: Raw, weights: Iterable[int]) -> tuple[int, int]:
         value = raw.values[weight]
         sizes[value.state] += value.elements
     return sizes[0], sizes[1]
-
-
-def _constants(raw: Raw) -> int:
-    """The elements of the captured arrays that are read and are no parameters. Scalars do not count."""
-    read = {raw.root(value) for eqn in raw.eqns for value in eqn.ins}
-    captured = (value for number, value in enumerate(raw.values) if number in read and value.producer is None)
-    return sum(size for value in captured if value.kind == "const" and (size := math.prod(value.shape)) > 1)
 
 
 def leaf_of(value: Value) -> str:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
 
-from .._scopes import Path, Scope, common_prefix, unique
+from .._scopes import Path, Scope, unique
 from .._searches import reach, readers
 from .collapse import items_of
 from .names import name_copies, name_kinds, names_of_parameters, without_numbers
@@ -153,8 +153,8 @@ class _Pass:
         """The layers of each copy."""
         return [self.layers[at : at + period] for at in range(start, start + period * count, period)]
 
-    def _borders(self, start: int, period: int, count: int) -> tuple[int, bool, int, bool]:
-        """What speaks for a place to begin: the border of a module, else of a region, else of a name."""
+    def _borders(self, start: int, period: int, count: int) -> tuple[int, bool, bool]:
+        """What speaks for a place to begin: the border of a module or a region, else one way out, else its layer."""
         copies = self._copies(start, period, count)
         own_scopes = min(len(shared_scope(copy)) for copy in copies) - len(shared_scope(*copies))
         # Whether one layer alone hands on from a copy to what follows. A gradient that reads its layer is no way out.
@@ -162,12 +162,8 @@ class _Pass:
         for draft in self.layers[end : end + 2 * period]:
             same = {layer.at for layer in self.layers[start:end] if (layer.forward is None) == (draft.forward is None)}
             read |= same & self._read(draft.at)
-        # How many keys the parameters of each copy share, which the copies do not share.
-        paths = [[path for draft in copy if (path := draft.layer.path)] for copy in copies]
-        shared = [common_prefix(copy) for copy in paths]
-        own_keys = min(map(len, shared)) - len(common_prefix(shared)) if all(paths) else 0
         is_layer = self.layers[start].op not in _FOLLOWERS  # decides between places that are as good
-        return own_scopes, len(read) == 1, own_keys, is_layer
+        return own_scopes, len(read) == 1, is_layer
 
     def _merge(self, copies: list[list[Draft]]) -> None:
         """Keep the first of these copies, with the sums of all."""

@@ -114,13 +114,14 @@ class _Reader:
         self.clusters = Counter[Path]()
 
     def new_value(
-        self, aval: object, kind: str = "op", name: str = "", root: int | None = None, literal: object = None
+        self, aval: object, kind: str = "op", name: str = "", shows: int | None = None, literal: object = None
     ) -> int:
         """The number of a new value."""
         number = len(self.raw.values)
         shape, dtype = tuple(getattr(aval, "shape", ())), dtype_name(aval)
-        shown = number if root is None else root
-        self.raw.values.append(Value(shape, dtype, nbytes(aval), kind, shown, name, literal))
+        self.raw.values.append(Value(shape, dtype, nbytes(aval), kind, number, name, literal))
+        if shows is not None:
+            self.raw.show(number, shows)
         return number
 
     def value_of(self, env: dict[Any, int], atom: object) -> int:
@@ -207,7 +208,13 @@ class _Reader:
             out_shape=raw.values[outs[0]].shape if outs else (),
             position=raw.position(context.stack),
             flops=cost,
-            **{name: value for name, value in context._asdict().items() if name != "times"},
+            stack=context.stack,
+            scope=context.scope,
+            levels=context.levels,
+            backward=context.backward,
+            tangent=context.tangent,
+            enclosing=context.enclosing,
+            again=context.again,
         )
         raw.eqns.append(new)
         mark_view(raw, new)
@@ -254,7 +261,7 @@ class _Reader:
         self.raw.carries += [(first, last, context.scope) for first, last in ends]
         for var, value in zip(eqn.outvars, results, strict=True):
             shown = self.unknown_number(value) if region.loop or region.maps else value
-            env[var] = self.new_value(var.aval, root=shown)
+            env[var] = self.new_value(var.aval, shows=shown)
             self.raw.values[env[var]].crosses = int(self.changes_shape(env[var]))
             self.raw.values[env[var]].of_a_pass = region.loop
 
@@ -266,20 +273,27 @@ class _Reader:
         if made:
             self.raw.eqns[max(made)].flops += cost * times
 
+    def like(self, value: int, kind: str, **more: Any) -> int:
+        """The number of a new value with the shape of another one."""
+        first, number = self.raw.values[value], len(self.raw.values)
+        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, kind, number, **more))
+        return number
+
     def carried_value(self, value: int) -> int:
         """What a pass of a loop reads. It is no constant, even if the loop begins with one."""
-        first, number, root = self.raw.values[value], len(self.raw.values), value
+        number = self.like(value, "op", of_a_pass=True)
         if self.raw.of(value).kind in ("const", "literal"):
-            self.raw.first_pass[number], root = value, number
-        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, "op", root, of_a_pass=True))
+            self.raw.first_pass[number] = value
+        else:
+            self.raw.show(number, value)
         return number
 
     def counter(self, value: int) -> int:
         """The number of a pass. It is a constant that is not drawn, but not the one that the loop begins with."""
-        first, number = self.raw.values[value], len(self.raw.values)
-        constant = self.raw.of(value).kind in ("const", "literal")
-        kind, root = ("const", number) if constant else ("op", value)
-        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, kind, root, of_a_pass=True))
+        if self.raw.of(value).kind in ("const", "literal"):
+            return self.like(value, "const", of_a_pass=True)
+        number = self.like(value, "op", of_a_pass=True)
+        self.raw.show(number, value)
         return number
 
     def unknown_number(self, value: int) -> int:
@@ -287,17 +301,16 @@ class _Reader:
 
         XLA does not know its number, even if it is one everywhere.
         """
-        shown, known, number = self.raw.values[value], self.raw.of(value), len(self.raw.values)
+        known = self.raw.of(value)
         if known.kind not in ("const", "literal") or known.number is None:
             return value
+        number = self.like(value, known.kind, literal=known.literal)
         self.raw.first_pass[number] = value
-        new = Value(shown.shape, shown.dtype, shown.bytes, known.kind, root=number, literal=known.literal)
-        self.raw.values.append(new)
         return number
 
     def add_branches(self, eqn: jex.JaxprEqn, env: dict[Any, int], context: Context) -> None:
         """Write out all branches of a `cond`, and the node that picks one."""
-        context = self.in_cluster(context, Scope("cond", "region"))
+        context = self.in_cluster(context, scope_of_choice(eqn))
         index, *args = (self.value_of(env, atom) for atom in eqn.invars)
         ins = [index]
         branches = eqn.params["branches"]
@@ -312,7 +325,7 @@ class _Reader:
         jaxpr = getattr(body, "jaxpr", body)
         inner: dict[Any, int] = {}
         for var, value in zip(jaxpr.invars, args, strict=True):
-            inner[var] = self.new_value(var.aval, root=value)
+            inner[var] = self.new_value(var.aval, shows=value)
             self.raw.values[inner[var]].crosses = -int(self.changes_shape(inner[var]))
         if hasattr(body, "consts"):
             self.add_constants(inner, body)
@@ -321,7 +334,8 @@ class _Reader:
 
     def changes_shape(self, value: int) -> bool:
         """Whether a value has another shape than what it shows."""
-        return self.raw.values[value].shape != self.raw.values[self.raw.values[value].root].shape
+        shows = self.raw.values[value].shows
+        return shows is not None and self.raw.values[value].shape != self.raw.values[shows].shape
 
     def in_cluster(self, context: Context, scope: Scope | None) -> Context:
         """The context inside a cluster. A second one of this name gets a number, "scan ×4 (2)"."""
@@ -451,6 +465,23 @@ def maps_devices(jaxpr: jex.Jaxpr) -> bool:
         if body is not None and maps_devices(getattr(body, "jaxpr", body)):
             return True
     return False
+
+
+_MOST_NAMES = 3  # of the functions that a choice is between
+
+
+def scope_of_choice(eqn: jex.JaxprEqn) -> Scope:
+    """The scope of a `cond`: "cond: average" where one branch is that function, and the others compute nothing.
+
+    Several names are in the order of `lax.cond`, whose last branch is that for True. Where a branch has none, none is
+    said: it would hide what that branch computes.
+    """
+    branches: Sequence[Jaxpr] = eqn.params["branches"] if not eqn.params.get("branches_platforms") else ()
+    bodies = [getattr(branch, "jaxpr", branch) for branch in reversed(branches)]
+    compute = [body for body in bodies if count_fillers(body) < len(body.eqns)]
+    names = list(dict.fromkeys(function_of(body).partition(" at ")[0] for body in compute))
+    are_names = 0 < len(names) <= _MOST_NAMES and all(name.isidentifier() for name in names)
+    return Scope(f"cond: {' or '.join(names)}" if are_names else "cond", "region")
 
 
 def scope_of_call(eqn: jex.JaxprEqn, name: str) -> Scope | None:

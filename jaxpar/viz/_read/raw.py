@@ -6,15 +6,17 @@ What differentiation alone computes is marked, so that it is not taken for a lay
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from .._scopes import Path
+from .._searches import reach
 from .source import Frame
 
 
@@ -26,9 +28,10 @@ class Value:
     dtype: str
     bytes: int
     kind: str  # "op", "input", "weight", "const" or "literal"
-    root: int  # the value that it shows, where it is a view. Else its own number.
+    root: int  # the value at the end of a chain of views. Its own number where it is none.
     name: str = ""
     literal: Any = None
+    shows: int | None = None  # the value that it shows, where it is a view
     producer: int | None = None  # the id of the equation that computes it
     path: tuple[str, ...] = ()  # of an argument: its modules and its own name
     state: bool = False  # whether it is a weight that no optimizer trains
@@ -114,17 +117,19 @@ class Raw:
             self._own_stacks[eqn.position] = tuple(frame for frame in eqn.stack if frame.origin != "jax")
         return self._own_stacks[eqn.position]
 
+    def show(self, value: int, shown: int) -> None:
+        """Make a value a view of an earlier one."""
+        self.values[value].shows, self.values[value].root = shown, self.values[shown].root
+
     def root(self, value: int) -> int:
         """The value at the end of a chain of views."""
-        while self.values[value].root != value:
-            value = self.values[value].root
-        return value
+        return self.values[value].root
 
     def shown(self, value: int) -> list[int]:
         """A value and those that it shows, up to its root."""
         chain = [value]
-        while self.values[chain[-1]].root != chain[-1]:
-            chain.append(self.values[chain[-1]].root)
+        while (shows := self.values[chain[-1]].shows) is not None:
+            chain.append(shows)
         return chain
 
     def outside(self, value: int) -> int:
@@ -141,7 +146,7 @@ class Raw:
 
     def of(self, value: int) -> Value:
         """The value behind a view."""
-        return self.values[self.root(value)]
+        return self.values[self.values[value].root]
 
     def weight_of(self, value: int) -> int | None:
         """The parameter that a value shows, or None."""
@@ -198,15 +203,15 @@ def mark_view(raw: Raw, eqn: Eqn) -> None:
         if raw.of(eqn.ins[0]).number is not None:
             eqn.flops = 0
         for out in eqn.outs:
-            raw.values[out].root = eqn.ins[0]
+            raw.show(out, eqn.ins[0])
     elif cases and len(set(cases)) == 1:
         # A `cond` under `vmap` hides from each branch by `stop_gradient` what it is not for.
         eqn.view = True
-        raw.values[eqn.outs[0]].root = eqn.ins[1]
+        raw.show(eqn.outs[0], eqn.ins[1])
     elif (index := _wrapped_index(raw, eqn)) is not None and raw.of(index).kind not in ("literal", "const"):
         eqn.view = True
         eqn.flops *= 3  # the test and the sum that it picks from are not drawn
-        raw.values[eqn.outs[0]].root = index
+        raw.show(eqn.outs[0], index)
     else:
         mark_constant(raw, eqn)
 
@@ -218,10 +223,10 @@ def _case(raw: Raw, value: int) -> object:
     """
     if (number := raw.of(value).number) is not None:
         return "number", number.item()
-    while (view := raw.values[value]).root != value and not (view.of_a_pass or view.crosses):
+    while (view := raw.values[value]).shows is not None and not (view.of_a_pass or view.crosses):
         if view.producer is not None and raw.eqns[view.producer].prim != "stop_gradient":
             break
-        value = view.root
+        value = view.shows
     return value
 
 
@@ -288,17 +293,25 @@ def _wrapped_index(raw: Raw, eqn: Eqn) -> int | None:
 
 def drop_dead(raw: Raw) -> None:
     """Drop the equations that no result needs, also in a later pass, and of which not even the gradient is needed."""
-    live, computed = _needed_values(raw), _needed_values(raw, as_compiled=True)
+    wires = _wires(raw)
+    live = computed = reach(raw.outputs, wires)
+    # XLA also drops a case that is never picked.
+    choices = (eqn for eqn in raw.eqns if eqn.prim == "select_n" and raw.values[eqn.outs[0]].shows is None)
+    picks = ((eqn, raw.of(eqn.ins[0]).number) for eqn in choices)
+    if picked := {eqn.outs[0]: (eqn.ins[1 + int(which)],) for eqn, which in picks if which is not None}:
+        computed = reach(raw.outputs, wires | picked)
     differentiated = {number for eqn in raw.eqns if eqn.backward for number in raw.above(eqn)}
     differentiated -= {eqn.position for eqn in raw.eqns if eqn.again}
     # A forward equation whose gradient is computed stays, for nothing: the gradient belongs to its layer.
     keep: list[Eqn] = []
     for eqn in raw.eqns:
-        eqn.dead = not _is_needed(raw, eqn, live)
+        eqn.dead = live.isdisjoint(eqn.outs) and not (eqn.view and raw.root(eqn.outs[0]) in live)
         if not eqn.dead or (not eqn.backward and not eqn.view and eqn.position in differentiated):
-            eqn.flops = eqn.flops if any(out in computed for out in eqn.outs) else 0
-            if eqn.prim == "cond" and not (eqn.view or eqn.dead):
-                eqn.ins, eqn.outs = _live_operands(eqn, live), tuple(out for out in eqn.outs if out in live)
+            eqn.flops = 0 if computed.isdisjoint(eqn.outs) else eqn.flops
+            if eqn.prim == "cond" and not eqn.dead:  # of each branch, only the results that are needed
+                are_live = [out in live for out in eqn.outs]
+                eqn.ins = (eqn.ins[0], *itertools.compress(eqn.ins[1:], itertools.cycle(are_live)))
+                eqn.outs = tuple(itertools.compress(eqn.outs, are_live))
             keep.append(eqn)
     raw.eqns = keep
     numbers = {eqn.id: number for number, eqn in enumerate(raw.eqns)}
@@ -308,40 +321,20 @@ def drop_dead(raw: Raw) -> None:
         eqn.id = numbers[eqn.id]
 
 
-def _needed_values(raw: Raw, as_compiled: bool = False) -> set[int]:
-    """The values that the results need. `as_compiled` leaves out what XLA drops: a case that is never picked."""
-    live, count_before = set[int]().union(*(raw.shown(value) for value in raw.outputs)), -1
-    while count_before < len(live):
-        count_before = len(live)
-        # What a loop hands on is needed where its next pass reads it.
-        for first, last, _ in raw.carries:
-            live.update(raw.shown(last) if first in live else ())
-        for carried, constant in raw.first_pass.items():
-            live.update(raw.shown(constant) if carried in live else ())
-        for eqn in reversed(raw.eqns):
-            if not _is_needed(raw, eqn, live):
-                continue
-            operands = _live_operands(eqn, live)
-            if eqn.view and raw.of(eqn.outs[0]).kind != "const":
-                # It is needed as what it shows. Of a part of a param, the place is computed too.
-                operands = eqn.ins[1:] if eqn.prim == "dynamic_slice" else ()
-            elif as_compiled and eqn.prim == "select_n" and (which := raw.of(eqn.ins[0]).number) is not None:
-                operands = (eqn.ins[1 + int(which)],)
-            for value in operands:
-                live.update(raw.shown(value))
-    return live
-
-
-def _is_needed(raw: Raw, eqn: Eqn, live: set[int]) -> bool:
-    return any(out in live for out in eqn.outs) or (eqn.view and raw.root(eqn.outs[0]) in live)
-
-
-def _live_operands(eqn: Eqn, live: set[int]) -> tuple[int, ...]:
-    """The operands that what is needed comes from. Of each branch of a `cond`, only the results that are needed."""
-    if eqn.prim != "cond" or eqn.view:
-        return eqn.ins
-    picked = [out in live for out in eqn.outs]
-    return (eqn.ins[0], *(value for at, value in enumerate(eqn.ins[1:]) if picked[at % len(picked)]))
+def _wires(raw: Raw) -> dict[int, Sequence[int]]:
+    """What each value comes from: what it shows, what it is computed from, and what a loop hands on to it."""
+    wires: dict[int, Sequence[int]] = {n: (v.shows,) for n, v in enumerate(raw.values) if v.shows is not None}
+    for eqn in raw.eqns:
+        if eqn.prim == "cond":  # of each branch, the result of this place
+            for at, out in enumerate(eqn.outs):
+                wires[out] = (eqn.ins[0], *eqn.ins[1 + at :: len(eqn.outs)])
+        # A view is needed as what it shows. Of a part of a param, the place is computed too.
+        elif not eqn.view or eqn.prim == "dynamic_slice" or raw.of(eqn.outs[0]).kind == "const":
+            wires |= dict.fromkeys(eqn.outs, eqn.ins)
+    handed_on = [(first, last) for first, last, _ in raw.carries]
+    for inside, outside in (*handed_on, *raw.first_pass.items()):
+        wires[inside] = (*wires.get(inside, ()), outside)
+    return wires
 
 
 def mark_residuals(raw: Raw) -> None:

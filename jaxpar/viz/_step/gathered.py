@@ -49,9 +49,12 @@ def read_as_params(raw: Raw) -> None:
         (out,) = eqn.outs
         param = _param_of(flats[out])
         if param is not None and all(value in only_cut or _is_of(raw, flats, value, param) for value in eqn.ins):
-            eqn.view, raw.values[out].root = True, param
+            eqn.view = True
+            raw.show(out, param)
         elif out in only_cut:
             eqn.view, raw.values[out].kind = True, "const"
+    for value in raw.values:  # what shows one of these shows its param
+        value.root = value.root if value.shows is None else raw.values[value.shows].root
 
 
 def _flat_of(raw: Raw, eqn: Eqn, flats: dict[int, _Flat]) -> _Flat | None:

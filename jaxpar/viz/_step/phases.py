@@ -139,7 +139,7 @@ def close_conditions(net: Net) -> None:
     places: dict[int, int] = {}  # of each draft in a condition, how many scopes are around the condition
     held, all_held = Counter[Scope](), Counter[Scope]()  # the drafts in conditions, and all, by the names around them
     for draft in net.layers:
-        at = next((at for at, part in enumerate(draft.scope) if part.is_region and part.name == "cond"), None)
+        at = next((at for at, part in enumerate(draft.scope) if part.is_region and part.name.startswith("cond")), None)
         names = {part.numbered(1) for part in draft.scope}
         all_held.update(names)
         if at is not None:
