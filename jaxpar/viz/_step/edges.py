@@ -69,7 +69,8 @@ def _gradients(places: Places) -> list[StepEdge]:
     net, phases, names = places.net, places.phases, places.names
     readers: dict[int, list[tuple[int, int]]] = {}
     for source, target, value in sorted(net.edges):
-        readers.setdefault(source, []).append((target, value))
+        if net.raw.root(value) in phases.of_gradients:
+            readers.setdefault(source, []).append((target, value))
     goals = {draft.at for draft in phases.optimizers}
     # Codes of compressed gradients are new state too, and stand before the optimizer.
     params = {weight for row in phases.rows for each in (row.draft, *row.gathered) for weight in each.weights}

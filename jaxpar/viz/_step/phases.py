@@ -46,35 +46,44 @@ class Phases:
     waiting: list[int] = field(default_factory=list[int])  # the layers whose gradients go there in this step
     gathers: dict[int, list[Row]] = field(default_factory=dict)  # what only gathers params: the layers that read it
     metrics: dict[str, list[int]] = field(default_factory=dict)  # each result that is no new state: its layers
+    of_gradients: set[int] = field(default_factory=set[int])  # the values that are gradients or computed from them
 
 
 def phases_of(net: Net) -> Phases:
     """The phases of a step. A step without gradients has no backward part anywhere."""
-    phases = Phases()
-    sources = net.sources()
-    readers_of = readers(sources)
+    phases, raw, sources = Phases(), net.raw, net.sources()
+    readers_of, results = readers(sources), _results(net.raw)
+
+    # The gradients, what is before them and what is after. Remat computes layers again in the backward pass.
     gradients = {draft.at for draft in net.layers if draft.op.endswith(BACKWARD)}
-    after = reach(gradients, readers_of)
-    again = {d.at for d in net.layers if d.eqns and all(net.raw.eqns[number].again for number in d.eqns)}  # by remat
-    before = reach(gradients | again, sources)
+    again = {d.at for d in net.layers if d.eqns and all(raw.eqns[number].again for number in d.eqns)}
+    before, after = reach(gradients | again, sources), reach(gradients, readers_of)
     layers = {draft.forward.at for draft in net.layers if draft.forward is not None}
-    results = _results(net.raw)
+    layers |= _computed_before(net, again, before | after)
+    of_gradients = phases.of_gradients = _of_gradients(raw)
+    sums = {target for source, target, _ in net.edges if source in gradients and target not in gradients}
     gathers = _gathers(net, sources, readers_of) - layers
+
     # With `staleness` an optimizer is given the gradients of an earlier step, and those of this step go into the state.
-    # Where something reads params behind these, it is an update too, and the gradients go there.
+    # Where something is computed from params and gradients of this step, it is an update too, and they go there.
     params = {weight for draft in net.layers if draft.at in before | layers for weight in draft.weights}
-    goes_on = any(d.at in after - gradients and not params.isdisjoint(d.weights) for d in net.layers)
+    goes_on = any(
+        not eqn.backward and not params.isdisjoint(roots) and not of_gradients.isdisjoint(roots)
+        for eqn in raw.eqns
+        if (roots := {raw.root(value) for value in eqn.ins})
+    )
     updates = {draft.at for draft in net.layers if draft.op in OPTIMIZERS} if gradients and not goes_on else set[int]()
     late = phases.late = updates - after - before
     behind_late = reach(late, readers_of)
+
     for draft in net.layers:
         if draft.at in gathers and draft.at in before:
             phases.of[draft.at] = "parameters"
         elif draft.at in gradients or draft.at in again:
             phases.of[draft.at] = "backward"
-        elif draft.at in after:
+        elif draft.at in after and (draft.at not in layers or draft.at in sums):
             phases.of[draft.at] = "optimizer"
-        elif draft.at in before or draft.at in layers:
+        elif draft.at in before or draft.at in layers:  # also of a second network, behind the update of the first
             phases.of[draft.at] = "forward"
             row = phases.row_of[draft.at] = Row(draft)
             phases.rows.append(row)
@@ -91,26 +100,44 @@ def phases_of(net: Net) -> Phases:
         phases.gathers[draft.at] = list({row.draft.at: row for row in rows}.values())
         for row in rows[:1] if draft.weights else ():
             row.gathered.append(draft)
+
+    # Which of what is after the gradients has a box: what makes a new state of them. The rest is glue.
+    shapes = {name: raw.values[number].shape for name, number in zip(raw.output_names, raw.outputs, strict=True)}
+    makes_state = {d.at for d in net.layers if any(name not in results or shapes[name] for name in d.outputs)}
+    leads_to_state = reach(makes_state, sources)
     parts = {draft.at for draft in net.layers if draft.weights and phases.of[draft.at] == "optimizer"} - after
     for draft in (draft for draft in net.layers if phases.of[draft.at] == "optimizer"):
-        # What hands gradients on to an optimizer reads no parameters and returns no new state, or is a collective. An
-        # optimizer of shares reads a part of a param, and what it returns may be gathered.
-        reads_part = not parts.isdisjoint(sources.get(draft.at, ()))
-        hands_on = draft.at in after and not draft.weights and all(name in results for name in draft.outputs)
-        hands_on = hands_on and not (draft.op in OPTIMIZERS and reads_part)
-        if late and draft.at not in late:  # into the state, out of it, or a choice behind the update
-            hands_on = True
-        (phases.glue if draft.op in COLLECTIVES or hands_on else phases.optimizers).append(draft)
-        if draft.at in late:
+        is_given = draft.at in after or draft.at in late
+        if draft.op in OPTIMIZERS:
+            # One that transforms gradients for another, as by clipping, reads no parameters and returns no new state.
+            # An optimizer of shares reads a part of a param, and what it returns may be gathered.
+            reads_part = not parts.isdisjoint(sources.get(draft.at, ()))
+            returns = draft.weights or any(name not in results for name in draft.outputs) or reads_part
+            is_glue = is_given and not returns
+        else:
+            # A schedule is given no gradient. What skips a step chooses between what there is already. A norm that is
+            # only reported makes no new state.
+            reads = draft.weights or any(name not in results for name in draft.outputs)
+            is_glue = not (is_given and reads and _computes_with(raw, draft, of_gradients))
+        is_glue |= draft.op in COLLECTIVES or draft.at not in leads_to_state
+        is_glue |= bool(late) and draft.at not in late  # into the state, out of it, or a choice behind the update
+        (phases.glue if is_glue else phases.optimizers).append(draft)
+        if draft.at in late and not is_glue:
             draft.detail = ", ".join(filter(None, (draft.detail, "of earlier gradients")))
     glue = {draft.at for draft in phases.glue} & after
     for row in phases.rows if late else ():
-        if not all(glue.isdisjoint(readers_of.get(draft.at, ())) for draft in row.backward):
+        handed_on = {
+            target
+            for source, target, value in net.edges
+            if raw.root(value) in of_gradients and any(source == draft.at for draft in row.backward)
+        }
+        if not glue.isdisjoint(handed_on):
             phases.waiting.append(row.draft.at)
-    closed = [draft for draft in phases.optimizers if _is_condition(net.raw, draft)]
+    closed = [draft for draft in phases.optimizers if _is_condition(raw, draft)]
     for draft in phases.optimizers if closed else ():
         behind = reach([draft.at], readers_of) if _is_update(draft) else set[int]()
         phases.conditions |= {one.at: draft.at for one in closed if one.at in behind}
+
     # A metric may pass a sum over the devices, which packs it with others. So its layers are all that reach the sum.
     updated = {draft.at for draft in phases.optimizers}
     above = {at: {} if at in phases.row_of or at in updated else read for at, read in sources.items()}
@@ -125,6 +152,49 @@ def phases_of(net: Net) -> Phases:
         sorted(phases.metrics.items(), key=lambda metric: metric[0] != "loss")
     )  # the loss comes first
     return phases
+
+
+def _of_gradients(raw: Raw) -> set[int]:
+    """The values that are gradients or are computed from them.
+
+    Whether a gradient is finite, one bool, is none of them. So a step that is skipped by it hands no gradient on there.
+    """
+    found, count_before = set[int](), -1
+    while count_before < len(found):  # more than once where a loop reads what comes later
+        count_before = len(found)
+        for eqn in raw.eqns:
+            if eqn.backward or any(raw.root(value) in found for value in eqn.ins):
+                found.update(out for out in eqn.outs if (raw.values[out].dtype, raw.values[out].shape) != ("bool", ()))
+    return found
+
+
+def _computes_with(raw: Raw, draft: Draft, values: Set[int]) -> bool:
+    """Whether a draft computes something from these values, and does not only show or choose some of them."""
+    eqns = (raw.eqns[number] for number in draft.eqns)
+    return any(
+        not values.isdisjoint(map(raw.root, eqn.ins))
+        for eqn in eqns
+        if not eqn.view and not (eqn.prim in ("select_n", "cond") and raw.of(eqn.ins[0]).shape == ())
+    )
+
+
+def _computed_before(net: Net, again: Set[int], known: Set[int]) -> set[int]:
+    """The layers that remat computes again with all before them, so that no gradient reads them.
+
+    They are known by the lines that both come from.
+    """
+    raw = net.raw
+
+    def steps(draft: Draft) -> set[tuple[object, ...]]:
+        eqns = (raw.eqns[number] for number in draft.eqns)
+        return {(e.prim, *(frame.call for frame in raw.own_stack(e)[-3:])) for e in eqns if not (e.view or e.backward)}
+
+    missing, elsewhere = set[tuple[object, ...]](), [draft for draft in net.layers if draft.at not in known]
+    for draft in net.layers if again and elsewhere else ():
+        missing |= steps(draft) if draft.at in again else set[tuple[object, ...]]()
+    for draft in net.layers if missing else ():
+        missing -= steps(draft) if draft.at in known - again else set[tuple[object, ...]]()
+    return {draft.at for draft in elsewhere if not missing.isdisjoint(steps(draft))}
 
 
 def close_conditions(net: Net) -> None:
@@ -204,16 +274,24 @@ def _results(raw: Raw) -> dict[str, str]:
         for value in raw.values
         if value.kind in ("weight", "input")
     }
+    new = {
+        name
+        for name, number in zip(raw.output_names, raw.outputs, strict=True)
+        for tail in (name.removeprefix("output"), _ARGUMENT.sub("", name))
+        if (tail, raw.values[number].shape, raw.values[number].dtype) in old
+    }
+    # The first step of a run may add fields to an object: what it notes of a NaN, a running mean.
+    objects = {match[0] for name in new if (match := _OBJECT.match(name))}
     results: dict[str, str] = {}
-    for name, number in zip(raw.output_names, raw.outputs, strict=True):
-        value = raw.values[number]
-        tails = name.removeprefix("output"), _ARGUMENT.sub("", name)
-        if not any((tail, value.shape, value.dtype) in old for tail in tails):
+    for name in raw.output_names:
+        field_of = _OBJECT.match(name)
+        if name not in new and not (field_of and field_of[0] in objects):
             keys = _KEY.findall(name)
             results[name] = "".join(keys[-1]) if keys else ""
     return results
 
 
+_OBJECT = re.compile(r"^output(\[\d+\])?\.")
 _ARGUMENT = re.compile(r"^output(\[\d+\])?")
 _KEY = re.compile(r"\['([^']+)'\]|\.(\w+)")
 
@@ -245,7 +323,8 @@ def _computed_again(net: Net, phases: Phases, again: Draft, sources: dict[int, s
         return {(stack[-1].file, stack[-1].line) for stack in stacks if stack}
 
     at_lines = lines(again)
-    rows = [row for row in phases.rows if row.draft.op == again.op and not at_lines.isdisjoint(lines(row.draft))]
+    rows = [row for row in phases.rows if not at_lines.isdisjoint(lines(row.draft))]
+    rows = [row for row in rows if row.draft.op == again.op] or rows
     if again.weights:
         return next((row for row in rows if not set(row.draft.weights).isdisjoint(again.weights)), None)
     reads = {phases.row_of[at].draft.at if at in phases.row_of else at for at in sources.get(again.at, ())}

@@ -157,9 +157,12 @@ class Placing:
 
     def _behind(self, glue: int) -> list[int]:
         """The layers whose gradients reach what hands them on."""
-        row_of = self.phases.row_of
-        sources = {at: read for at, read in self.places.net.sources().items() if at not in row_of}
-        return sorted({row_of[at].draft.at for at in reach([glue], sources) if at in row_of})
+        net, row_of, sources = self.places.net, self.phases.row_of, dict[int, list[int]]()
+        for source, target, value in net.edges:
+            if target not in row_of and net.raw.root(value) in self.phases.of_gradients:
+                sources.setdefault(target, []).append(source)
+        ends = (at for at in reach([glue], sources) if self.phases.of.get(at) == "backward" and at in row_of)
+        return sorted({row_of[at].draft.at for at in ends})
 
     def _near(self, start: list[Value], *, back: bool) -> list[tuple[int, str]]:
         """The nearest layers in one direction, each with its phase.
