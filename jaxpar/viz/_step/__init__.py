@@ -2,6 +2,7 @@
 
 step       `trace_step` and `plot_step`
 phases     layers as forward, backward and optimizer, from the trace
+results    what a step returns beside its new state
 places     the layer that each instruction of the compiled program is of
 sent       the layers that each collective sends for
 edges      the arrays between layers

@@ -46,7 +46,7 @@ def edges_of(places: Places, mesh: dict[str, int], devices: int) -> tuple[StepEd
             else None
         )
         edges[ends] = StepEdge(*ends, value.shape, value.dtype, local_shape, spec)
-    return (*edges.values(), *_gradients(places), *_conditions(places), *_metrics(places))
+    return (*edges.values(), *_gradients(places), *_followers(places), *_metrics(places))
 
 
 def _ends(source: Draft, target: Draft, places: Places) -> tuple[str, str, Phase] | None:
@@ -75,7 +75,7 @@ def _gradients(places: Places) -> list[StepEdge]:
     # Codes of compressed gradients are new state too, and stand before the optimizer.
     params = {weight for row in phases.rows for each in (row.draft, *row.gathered) for weight in each.weights}
     hands_on = [*phases.glue, *(draft for draft in phases.optimizers if not changes_params(draft, params))]
-    goals -= phases.conditions.keys()
+    goals -= phases.follows.keys()
     on = {draft.at: [target for target, _ in readers.get(draft.at, ())] for draft in hands_on}
     edges: dict[tuple[str, str], StepEdge] = {}
     for row in phases.rows:
@@ -88,11 +88,11 @@ def _gradients(places: Places) -> list[StepEdge]:
     return list(edges.values())
 
 
-def _conditions(places: Places) -> list[StepEdge]:
-    """One edge from each update to each condition behind it."""
+def _followers(places: Places) -> list[StepEdge]:
+    """One edge from each update to what follows it."""
     raw, names, drafts = places.net.raw, places.names, {draft.at: draft for draft in places.net.drafts}
-    ways = ((names[at], names[of], raw.values[drafts[of].value]) for at, of in places.phases.conditions.items())
-    return [StepEdge(update, condition, "optimizer", value.shape, value.dtype) for condition, update, value in ways]
+    ways = ((names[at], names[of], raw.values[drafts[of].value]) for at, of in places.phases.follows.items())
+    return [StepEdge(update, follower, "optimizer", value.shape, value.dtype) for follower, update, value in ways]
 
 
 def _metrics(places: Places) -> list[StepEdge]:

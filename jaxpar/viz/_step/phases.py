@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from .._read.raw import Raw
 from .._scopes import Path, Scope, common_prefix
 from .._searches import reach, readers
 from .graph import Phase, StepLayer
+from .results import metrics_of, results_of
 
 
 @dataclass(slots=True, eq=False)
@@ -40,8 +40,8 @@ class Phases:
     glue: list[Draft] = field(default_factory=list)  # collectives and copies, which only hand gradients on
     of: dict[int, Phase] = field(default_factory=dict[int, Phase])  # of each draft
     row_of: dict[int, Row] = field(default_factory=dict)  # of each forward and backward draft
-    # Each closed condition behind an update, such as the mean of the params every few steps, and that update.
-    conditions: dict[int, int] = field(default_factory=dict)
+    # What follows an update and is given no gradient itself, and that update: the mean of the params every few steps.
+    follows: dict[int, int] = field(default_factory=dict)
     late: set[int] = field(default_factory=set[int])  # updates by gradients of an earlier step, which are in the state
     waiting: list[int] = field(default_factory=list[int])  # the layers whose gradients go there in this step
     gathers: dict[int, list[Row]] = field(default_factory=dict)  # what only gathers params: the layers that read it
@@ -52,7 +52,7 @@ class Phases:
 def phases_of(net: Net) -> Phases:
     """The phases of a step. A step without gradients has no backward part anywhere."""
     phases, raw, sources = Phases(), net.raw, net.sources()
-    readers_of, results = readers(sources), _results(net.raw)
+    readers_of, results = readers(sources), results_of(net.raw)
 
     # The gradients, what is before them and what is after. Remat computes layers again in the backward pass.
     gradients = {draft.at for draft in net.layers if draft.op.endswith(BACKWARD)}
@@ -73,7 +73,7 @@ def phases_of(net: Net) -> Phases:
         if (roots := {raw.root(value) for value in eqn.ins})
     )
     updates = {draft.at for draft in net.layers if draft.op in OPTIMIZERS} if gradients and not goes_on else set[int]()
-    late = phases.late = updates - after - before
+    late = updates - after - before
     behind_late = reach(late, readers_of)
 
     for draft in net.layers:
@@ -125,6 +125,7 @@ def phases_of(net: Net) -> Phases:
         if draft.at in late and not is_glue:
             draft.detail = ", ".join(filter(None, (draft.detail, "of earlier gradients")))
     glue = {draft.at for draft in phases.glue} & after
+    phases.late = late - {draft.at for draft in phases.glue}
     for row in phases.rows if late else ():
         handed_on = {
             target
@@ -133,24 +134,24 @@ def phases_of(net: Net) -> Phases:
         }
         if not glue.isdisjoint(handed_on):
             phases.waiting.append(row.draft.at)
-    closed = [draft for draft in phases.optimizers if _is_condition(raw, draft)]
-    for draft in phases.optimizers if closed else ():
-        behind = reach([draft.at], readers_of) if _is_update(draft) else set[int]()
-        phases.conditions |= {one.at: draft.at for one in closed if one.at in behind}
 
-    # A metric may pass a sum over the devices, which packs it with others. So its layers are all that reach the sum.
-    updated = {draft.at for draft in phases.optimizers}
-    above = {at: {} if at in phases.row_of or at in updated else read for at, read in sources.items()}
-    for draft in net.layers:
-        for name in (name for name in draft.outputs if name in results):
-            rows = [at for at in reach([draft.at], above) if phases.of.get(at) == "forward" and at in phases.row_of]
-            is_loss = draft.at in phases.row_of or draft.op == "Loss"
-            shown = results[name] or ("loss" if is_loss else name)
-            if rows:
-                phases.metrics[name if shown in phases.metrics else shown] = sorted(rows)
-    phases.metrics = dict(
-        sorted(phases.metrics.items(), key=lambda metric: metric[0] != "loss")
-    )  # the loss comes first
+    # What follows an update, and is given no gradient by another way: a condition, a running mean of the params.
+    passes = {draft.at for draft in phases.glue}
+    given: dict[int, set[int]] = {}  # of each, what it is given of gradients
+    for source, target, value in net.edges:
+        if raw.root(value) in of_gradients:
+            given.setdefault(target, set()).add(source)
+    through = {at: given.get(at, set[int]()) for at in passes}
+    for draft in phases.optimizers:
+        ends = reach(given.get(draft.at, ()), through) - passes
+        last = [one for one in phases.optimizers if one.at in ends and _is_update(one)]
+        if last and (_is_condition(raw, draft) or (draft.op not in OPTIMIZERS and ends.isdisjoint(gradients))):
+            phases.follows[draft.at] = last[-1].at
+
+    trained = [row.draft for row in phases.rows if row.backward]
+    losses = {draft.at for draft in trained if draft.op == "Loss" or draft is trained[-1]}
+    forward = {row.draft.at for row in phases.rows}
+    phases.metrics = metrics_of(net, forward, losses, phases.row_of.keys() | {one.at for one in phases.optimizers})
     return phases
 
 
@@ -262,38 +263,6 @@ def _gathers(net: Net, sources: Mapping[int, Iterable[int]], readers_of: Mapping
         for wires in (sources, readers_of)
     )
     return set[int]().union(*around)
-
-
-def _results(raw: Raw) -> dict[str, str]:
-    """The results that are no new state, and how each is called: "loss" for "output[1]['loss']", "" for "output[2]".
-
-    A new state has the path below its argument, the shape and the dtype of an old one.
-    """
-    old = {
-        (value.name.removeprefix(value.argument), value.shape, value.dtype)
-        for value in raw.values
-        if value.kind in ("weight", "input")
-    }
-    new = {
-        name
-        for name, number in zip(raw.output_names, raw.outputs, strict=True)
-        for tail in (name.removeprefix("output"), _ARGUMENT.sub("", name))
-        if (tail, raw.values[number].shape, raw.values[number].dtype) in old
-    }
-    # The first step of a run may add fields to an object: what it notes of a NaN, a running mean.
-    objects = {match[0] for name in new if (match := _OBJECT.match(name))}
-    results: dict[str, str] = {}
-    for name in raw.output_names:
-        field_of = _OBJECT.match(name)
-        if name not in new and not (field_of and field_of[0] in objects):
-            keys = _KEY.findall(name)
-            results[name] = "".join(keys[-1]) if keys else ""
-    return results
-
-
-_OBJECT = re.compile(r"^output(\[\d+\])?\.")
-_ARGUMENT = re.compile(r"^output(\[\d+\])?")
-_KEY = re.compile(r"\['([^']+)'\]|\.(\w+)")
 
 
 def _add_backward(net: Net, phases: Phases) -> None:

@@ -271,8 +271,11 @@ class _Drawing:
         params = {weight for layer in self.graph.layers for weight in layer.weights}
         known = [one for one in updates if changes_params(one, params)] or list(updates)
         self.known = {one.name for one in known}
-        # A condition behind an update, such as the mean of the params every few steps, has a box of its own above it.
+        # What follows an update, such as the mean of the params every few steps, has a box of its own above it. One with
+        # arrays of its own alone, such as a running mean, leaves the params as they are.
         self.behind = {edge.target: edge.source for edge in self.graph.edges if edge.phase == "optimizer"}
+        own = {one.name for one in updates if one.weights and params.isdisjoint(one.weights)}
+        self.beside = own & self.behind.keys()
         others = [one for one in updates if one not in known and one.name not in self.behind]
         taken = [(self.results_y, size(self.results)[1])] if self.results else []
         self.optimizers: dict[str, tuple[list[Line], float]] = {}  # by name: lines, the middle of the box
@@ -485,7 +488,8 @@ class _Drawing:
                 points = [(x, first_y + up * size(first)[1] / 2), (x, y - up * size(lines)[1] / 2)]
                 yield line(self.behind[name], name, points, tooltip="updated by each device")
             is_last = name in self.behind or (name in self.known and any(target == name for _, target in ways))
-            if is_last and name not in self.behind.values():
+            followed = {update for follower, update in self.behind.items() if follower not in self.beside}
+            if is_last and name not in followed | self.beside:
                 yield from self._return(name, y)
         # Gradients that are summed go into the wall, each beside its layer, and come out of it as one arrow.
         for name, row in self.sent.items():

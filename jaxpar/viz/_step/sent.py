@@ -25,7 +25,7 @@ class Placing:
         self._glue = {draft.at for draft in self.phases.glue}
         self._optimizers = {draft.at for draft in self.phases.optimizers}
         # Collectives behind an update send new params, and no gradients.
-        self._after_update = {condition: condition for condition in self.phases.conditions}
+        self._after_update = {follower: follower for follower in self.phases.follows}
         params = {weight for row in self.phases.rows for each in (row.draft, *row.gathered) for weight in each.weights}
         behind_of = readers(places.net.sources())
         for draft in self.phases.optimizers:
@@ -74,7 +74,10 @@ class Placing:
         if at is not None and at in self._after_update:
             return "optimizer", [self._after_update[at]]
         if at is not None and at in self._glue:
-            return "gradients", self._summed(instruction, at)
+            layers = self._summed(instruction, at)
+            if layers or not self._is_alone(instruction, at):
+                return "gradients", layers
+            return self._of_metric(at)
         if at is not None and at in self.phases.gathers:
             return "parameters", [row.draft.at for row in self.phases.gathers[at]]
         ways: dict[Phase, tuple[int, list[int]]] = {}
@@ -85,7 +88,25 @@ class Placing:
         if not ways:
             return "elsewhere", []
         phase = max(ways, key=lambda phase: ways[phase][0])
+        if phase == "elsewhere" and at is not None:
+            return self._of_metric(at)
         return phase, sorted(ways[phase][1])
+
+    def _is_alone(self, instruction: Instruction, at: int) -> bool:
+        """Whether a collective sends what its equation does, and the compiler has joined no other one with it."""
+        raw = self.places.net.raw
+        eqns = (raw.eqns[number] for draft in self.places.net.layers if draft.at == at for number in draft.eqns)
+        sent = {value for eqn in eqns if not eqn.view for value in eqn.ins}
+        return sum(raw.values[value].bytes for value in sent) == sum(
+            self.program[name].bytes for name in instruction.operands
+        )
+
+    def _of_metric(self, at: int) -> tuple[Phase, list[int]]:
+        """The last layer before what is sent for the results alone: the loss, or whether all gradients are finite."""
+        row_of = self.phases.row_of
+        above = {target: read for target, read in self.places.net.sources().items() if target not in row_of}
+        rows = [row_of[end].draft.at for end in reach([at], above) if self.phases.of.get(end) == "forward"]
+        return ("forward", [max(rows)]) if rows else ("elsewhere", [])
 
     def _way(
         self, instruction: Instruction, draft: int | None, name: str, number: int | None
@@ -161,7 +182,10 @@ class Placing:
         for source, target, value in net.edges:
             if target not in row_of and net.raw.root(value) in self.phases.of_gradients:
                 sources.setdefault(target, []).append(source)
-        ends = (at for at in reach([glue], sources) if self.phases.of.get(at) == "backward" and at in row_of)
+        reached = reach([glue], sources)
+        if not self.phases.late.isdisjoint(reach([glue], readers(net.sources()))) and len(reached) == 1:
+            return self.phases.waiting  # the gradients of an earlier step, which the state has
+        ends = (at for at in reached if self.phases.of.get(at) == "backward" and at in row_of)
         return sorted({row_of[at].draft.at for at in ends})
 
     def _near(self, start: list[Value], *, back: bool) -> list[tuple[int, str]]:
