@@ -78,21 +78,27 @@ def _gradients(places: Places) -> list[StepEdge]:
     goals -= phases.follows.keys()
     on = {draft.at: [target for target, _ in readers.get(draft.at, ())] for draft in hands_on}
     edges: dict[tuple[str, str], StepEdge] = {}
+    sources = net.sources()
     for row in phases.rows:
         for target, value in (way for draft in row.backward for way in readers.get(draft.at, ())):
             array = net.raw.values[value]
             later = phases.late if row.draft.at in phases.waiting else set[int]()
-            for at in sorted(reach([target], on) & goals | later):
-                ends = names[row.draft.at], names[at]
-                edges.setdefault(ends, StepEdge(*ends, "gradients", array.shape, array.dtype))
+            layers = phases.whose_gradients(row.draft.at, sources)
+            for ends in itertools.product(layers, sorted(reach([target], on) & goals | later)):
+                source, goal = names[ends[0]], names[ends[1]]
+                edges.setdefault((source, goal), StepEdge(source, goal, "gradients", array.shape, array.dtype))
     return list(edges.values())
 
 
 def _followers(places: Places) -> list[StepEdge]:
     """One edge from each update to what follows it."""
-    raw, names, drafts = places.net.raw, places.names, {draft.at: draft for draft in places.net.drafts}
-    ways = ((names[at], names[of], raw.values[drafts[of].value]) for at, of in places.phases.follows.items())
-    return [StepEdge(update, follower, "optimizer", value.shape, value.dtype) for follower, update, value in ways]
+    phases, names, drafts = places.phases, places.names, {draft.at: draft for draft in places.net.drafts}
+    edges: list[StepEdge] = []
+    for follower, update in phases.follows.items():
+        array = places.net.raw.values[drafts[update].value]
+        phase: Phase = "elsewhere" if follower in phases.beside else "optimizer"
+        edges.append(StepEdge(names[update], names[follower], phase, array.shape, array.dtype))
+    return edges
 
 
 def _metrics(places: Places) -> list[StepEdge]:

@@ -42,11 +42,22 @@ class Phases:
     row_of: dict[int, Row] = field(default_factory=dict)  # of each forward and backward draft
     # What follows an update and is given no gradient itself, and that update: the mean of the params every few steps.
     follows: dict[int, int] = field(default_factory=dict)
+    beside: set[int] = field(default_factory=set[int])  # those of them that leave the params as they are: running means
     late: set[int] = field(default_factory=set[int])  # updates by gradients of an earlier step, which are in the state
     waiting: list[int] = field(default_factory=list[int])  # the layers whose gradients go there in this step
     gathers: dict[int, list[Row]] = field(default_factory=dict)  # what only gathers params: the layers that read it
     metrics: dict[str, list[int]] = field(default_factory=dict)  # each result that is no new state: its layers
     of_gradients: set[int] = field(default_factory=set[int])  # the values that are gradients or computed from them
+
+    def whose_gradients(self, at: int, sources: Mapping[int, Iterable[int]]) -> list[int]:
+        """The layers of the params whose gradients the backward pass of a layer hands on to an optimizer.
+
+        Of one example, the gradient of a bias is that of the activation behind it.
+        """
+        row = self.row_of[at]
+        read = (self.row_of[source] for source in sources.get(at, ()) if source in self.row_of)
+        below = [one.draft.at for one in read if one.draft.weights and one.backward]
+        return [at] if row.draft.weights or row.gathered else sorted(below) or [at]
 
 
 def phases_of(net: Net) -> Phases:
@@ -147,6 +158,8 @@ def phases_of(net: Net) -> Phases:
         last = [one for one in phases.optimizers if one.at in ends and _is_update(one)]
         if last and (_is_condition(raw, draft) or (draft.op not in OPTIMIZERS and ends.isdisjoint(gradients))):
             phases.follows[draft.at] = last[-1].at
+            read = {raw.root(value) for _, target, value in net.edges if target == draft.at} & of_gradients
+            phases.beside |= {draft.at} if not read.isdisjoint(map(raw.root, raw.outputs)) else set[int]()
 
     trained = [row.draft for row in phases.rows if row.backward]
     losses = {draft.at for draft in trained if draft.op == "Loss" or draft is trained[-1]}

@@ -271,11 +271,10 @@ class _Drawing:
         params = {weight for layer in self.graph.layers for weight in layer.weights}
         known = [one for one in updates if changes_params(one, params)] or list(updates)
         self.known = {one.name for one in known}
-        # What follows an update, such as the mean of the params every few steps, has a box of its own above it. One with
-        # arrays of its own alone, such as a running mean, leaves the params as they are.
-        self.behind = {edge.target: edge.source for edge in self.graph.edges if edge.phase == "optimizer"}
-        own = {one.name for one in updates if one.weights and params.isdisjoint(one.weights)}
-        self.beside = own & self.behind.keys()
+        # What follows an update, such as the mean of the params every few steps, has a box of its own above it.
+        follow = [edge for edge in self.graph.edges if edge.phase in ("optimizer", "elsewhere")]
+        self.behind = {edge.target: edge.source for edge in follow}
+        self.beside = {edge.target for edge in follow if edge.phase == "elsewhere"}  # it leaves the params as they are
         others = [one for one in updates if one not in known and one.name not in self.behind]
         taken = [(self.results_y, size(self.results)[1])] if self.results else []
         self.optimizers: dict[str, tuple[list[Line], float]] = {}  # by name: lines, the middle of the box
@@ -287,7 +286,7 @@ class _Drawing:
             lines = layer_lines(first, first.forward, self.options, backward=False)
             if len(layers) > 1:
                 kinds = list(dict.fromkeys(own_name(Node(one.name, one.op)) or one.op for one in layers))
-                lines = [(cut(kinds[0]), "big"), (cut(", ".join(kinds[1:])), "plain")]
+                lines = [(cut(text), kind) for text, kind in ((kinds[0], "big"), (", ".join(kinds[1:]), "plain")) if text]
             lines += [line for one in layers for line in self._sent("optimizer", (one.name,))]
             names = {one.name for one in layers}
             ys = [self.rows[e.source].y for e in self.graph.edges if e.phase == "gradients" and e.target in names]

@@ -101,7 +101,7 @@ def metrics_of(net: Net, layers: Container[int], losses: Container[int], ends: C
     for name, number in zip(net.raw.output_names, net.raw.outputs, strict=True):
         below = {at for at in layers_below(net, number, ends) if at in layers} if name in results else set[int]()
         if below:
-            is_loss = net.raw.values[number].shape == () and any(at in losses for at in below)
+            is_loss = net.raw.of(number).shape == () and any(at in losses for at in below)
             shown = results[name] or ("loss" if is_loss else name)
             metrics[name if shown in metrics else shown] = sorted(below)
     return dict(sorted(metrics.items(), key=lambda metric: metric[0] != "loss"))
