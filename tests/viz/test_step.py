@@ -238,11 +238,11 @@ STEPS_OF_TRAIN = {
     "pmap": ({"engine": "pmap"}, ("psum", "of gradients, loss")),
     "jit": ({"engine": "jit"}, ("psum", "of gradients, loss")),
     "accumulate": ({"accumulate": 2}, ("psum", "of gradients, loss")),
-    "compression": ({"compression": {"type": "2bit", "threshold": 0.5}}, ("all_to_all + all_gather", "store")),
+    "compression": ({"compression": {"type": "2bit", "threshold": 0.5}}, ("all_to_all + all_gather", "compression")),
     "sharded": ({"kind": "sharded"}, ("psum_scatter", "of gradients")),
     "codes": (
         {"kind": "sharded", "compression": {"type": "2bit", "threshold": 0.5}},
-        ("all_to_all", "of gradients", "jaxpar.encode"),
+        ("all_to_all", "of gradients", "compression"),
     ),
 }
 

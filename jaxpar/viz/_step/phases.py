@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
@@ -13,13 +12,13 @@ from .._draw import style
 from .._fold.calls import OPTIMIZERS
 from .._fold.cells import COLLECTIVES
 from .._graph import BACKWARD, Node
-from .._layout.collapse import close_groups
 from .._layout.net import Draft, Net
 from .._read.raw import Raw
-from .._scopes import Path, Scope, common_prefix
 from .._searches import reach, readers
 from .graph import Phase, StepLayer
 from .results import metrics_of, results_of
+
+COMPRESSION = "compression"  # what makes codes of gradients, and gradients of codes
 
 
 @dataclass(slots=True, eq=False)
@@ -128,8 +127,8 @@ def phases_of(net: Net) -> Phases:
         else:
             # A schedule is given no gradient. What skips a step chooses between what there is already. A norm that is
             # only reported makes no new state.
-            reads = draft.weights or any(name not in results for name in draft.outputs)
-            is_glue = not (is_given and reads and _computes_with(raw, draft, of_gradients))
+            is_own = draft.op == COMPRESSION or draft.weights or any(name not in results for name in draft.outputs)
+            is_glue = not (is_given and is_own and _computes_with(raw, draft, of_gradients))
         is_glue |= draft.op in COLLECTIVES or draft.at not in leads_to_state
         is_glue |= bool(late) and draft.at not in late  # into the state, out of it, or a choice behind the update
         (phases.glue if is_glue else phases.optimizers).append(draft)
@@ -155,7 +154,7 @@ def phases_of(net: Net) -> Phases:
     through = {at: given.get(at, set[int]()) for at in passes}
     for draft in phases.optimizers:
         ends = reach(given.get(draft.at, ()), through) - passes
-        last = [one for one in phases.optimizers if one.at in ends and _is_update(one)]
+        last = [one for one in phases.optimizers if one.at in ends and is_update(one)]
         if last and (_is_condition(raw, draft) or (draft.op not in OPTIMIZERS and ends.isdisjoint(gradients))):
             phases.follows[draft.at] = last[-1].at
             read = {raw.root(value) for _, target, value in net.edges if target == draft.at} & of_gradients
@@ -211,47 +210,11 @@ def _computed_before(net: Net, again: Set[int], known: Set[int]) -> set[int]:
     return {draft.at for draft in elsewhere if not missing.isdisjoint(steps(draft))}
 
 
-def close_conditions(net: Net) -> None:
-    """Close each condition that only reads what an optimizer has updated, such as the mean of the params of a round.
-
-    It is called by the scope directly around it, where that holds nothing else. Steps in it may be in modules too.
-    """
-    readers_of = readers(net.sources())
-    updates = {draft.at for draft in net.layers if _is_update(draft)}
-    # What skips a step for a NaN, behind all else, reads the condition too.
-    goals = {draft.at for draft in net.layers if draft.op.endswith(BACKWARD) or draft.op in OPTIMIZERS}
-    places: dict[int, int] = {}  # of each draft in a condition, how many scopes are around the condition
-    held, all_held = Counter[Scope](), Counter[Scope]()  # the drafts in conditions, and all, by the names around them
-    for draft in net.layers:
-        at = next((at for at, part in enumerate(draft.scope) if part.is_region and part.name == "cond"), None)
-        names = {part.numbered(1) for part in draft.scope}
-        all_held.update(names)
-        if at is not None:
-            places[draft.at] = at
-            held.update(names)
-    groups: dict[Path, list[Draft]] = {}
-    for draft in (draft for draft in net.layers if draft.at in places):
-        *_, name = (Scope(""), *draft.scope[: places[draft.at]])
-        name = name.numbered(1)
-        is_named = not name.is_region and 0 < held[name] == all_held[name]
-        path = (name,) if is_named else draft.scope[: places[draft.at] + 1]
-        groups.setdefault(path, []).append(draft)
-    closed: list[tuple[tuple[Path, bool], list[Draft]]] = []
-    for path, drafts in groups.items():
-        ats = {draft.at for draft in drafts}
-        is_last = goals.isdisjoint(reach(ats, readers_of) - ats)
-        if is_last and not ats.isdisjoint(reach(updates - ats, readers_of)):
-            around = common_prefix(draft.scope[: places[draft.at]] for draft in drafts)
-            outside = tuple(part for part in around if part.numbered(1) != path[-1])
-            closed.append((((*outside, path[-1]), False), drafts))
-    close_groups(net, closed)
-
-
 def _is_condition(raw: Raw, draft: Draft) -> bool:
     return draft.layers > 1 and any(raw.eqns[number].prim == "cond" for number in draft.eqns)
 
 
-def _is_update(box: Draft | StepLayer) -> bool:
+def is_update(box: Draft | StepLayer) -> bool:
     return style.is_update(Node(box.op, box.op, box.detail))
 
 
@@ -260,7 +223,7 @@ def changes_params(box: Draft | StepLayer, params: Set[int] | Set[str]) -> bool:
 
     The codes of compressed gradients, in kind "sharded" an array for each gradient, read no params.
     """
-    return _is_update(box) and (box.op in OPTIMIZERS or not params.isdisjoint(box.weights))
+    return is_update(box) and (box.op in OPTIMIZERS or not params.isdisjoint(box.weights))
 
 
 def _gathers(net: Net, sources: Mapping[int, Iterable[int]], readers_of: Mapping[int, Iterable[int]]) -> set[int]:

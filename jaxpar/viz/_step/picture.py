@@ -286,7 +286,9 @@ class _Drawing:
             lines = layer_lines(first, first.forward, self.options, backward=False)
             if len(layers) > 1:
                 kinds = list(dict.fromkeys(own_name(Node(one.name, one.op)) or one.op for one in layers))
-                lines = [(cut(text), kind) for text, kind in ((kinds[0], "big"), (", ".join(kinds[1:]), "plain")) if text]
+                lines = [
+                    (cut(text), kind) for text, kind in ((kinds[0], "big"), (", ".join(kinds[1:]), "plain")) if text
+                ]
             lines += [line for one in layers for line in self._sent("optimizer", (one.name,))]
             names = {one.name for one in layers}
             ys = [self.rows[e.source].y for e in self.graph.edges if e.phase == "gradients" and e.target in names]
@@ -508,17 +510,17 @@ class _Drawing:
             y = self.optimizers[target][1]
             start = self._right("gradients"), min(max(y, self.wall[0] + 8), self.wall[1] - 8)
             end, look = (self._left("optimizer"), y), {"color": _SENT, "penwidth": 1.5}
-            if target not in targets and self._is_sent(target):  # the codes of compressed gradients
+            if target not in targets and any(self._is_sent(one) for one in self.boxes[target]):
                 yield line(target, "sums", (end, start), tooltip="prepares what is sent", **look)
             else:
                 yield curve("sums", target, start, end, 0.0, **look)
 
-    def _is_sent(self, name: str) -> bool:
-        """Whether what a box of the network computes goes into a collective."""
+    def _is_sent(self, layer: StepLayer) -> bool:
+        """Whether what a layer computes goes into a collective, as the codes of gradients do."""
         on: dict[str, list[str]] = {}
         for edge in self.network.edges:
             on.setdefault(edge.source, []).append(edge.target)
-        return any(self.network[target].op in SENT for target in reach([name], on))
+        return any(self.network[target].op in SENT for target in reach([layer.name], on))
 
     def _return(self, name: str, y: float) -> Iterator[str]:
         """The updated parameters, back to the band below everything."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container
 
 from .._fold.cells import COLLECTIVES, plain_name
 from .._layout.net import Net
@@ -48,8 +48,8 @@ _Part = tuple[int, int] | None  # the elements of an array of one axis that are 
 def layers_below(net: Net, result: int, layers: Container[int]) -> set[int]:
     """The nearest of these layers that a result is computed from.
 
-    Devices sum small arrays in one bucket. Of what is cut out of one, only that is meant which was put in there. Whether
-    numbers are finite, one bool, is not computed from them.
+    Devices sum small arrays in one bucket. Of what is cut out of it, only that is meant which was put in there. Whether
+    a number is finite, one bool, is not computed from it.
     """
     raw, owner = net.raw, {number: draft.at for draft in net.layers for number in draft.eqns}
     found, work = set[int](), list[tuple[int, _Part]]([(result, None)])

@@ -40,7 +40,9 @@ class Placing:
         phase, layers = self._where(instruction)
         if phase == "gradients":
             rows, sources = self.phases.row_of, self.places.net.sources()
-            layers = [one for at in layers for one in (self.phases.whose_gradients(at, sources) if at in rows else [at])]
+            layers = [
+                one for at in layers for one in (self.phases.whose_gradients(at, sources) if at in rows else [at])
+            ]
         along = self._metrics(instruction) if phase == "gradients" else ()
         file, line = instruction.frames[-1] if instruction.frames else ("", 0)
         return Collective(
