@@ -58,8 +58,8 @@ def close_conditions(net: Net) -> None:
             around = common_prefix(draft.scope[: places[draft.at]] for draft in drafts)
             outside = tuple(part for part in around if part.numbered(1) != path[-1])
             closed.append((((*outside, path[-1]), False), drafts))
-    kinds = {drafts[0].at: dict.fromkeys(draft.op for draft in drafts if draft.op != "cond") for _, drafts in closed}
+    kinds = {drafts[0].at: [d.detail if d.op == "Activation" else d.op for d in drafts] for _, drafts in closed}
     close_groups(net, closed)
     for draft in net.layers:  # one that no scope names says what it does
         if draft.op == "cond" and draft.layers > 1 and draft.at in kinds:
-            draft.detail = ", ".join(kinds[draft.at])
+            draft.detail = ", ".join(kind for kind in dict.fromkeys(kinds[draft.at]) if kind != "cond")

@@ -115,7 +115,8 @@ def phases_of(net: Net) -> Phases:
     shapes = {name: raw.values[number].shape for name, number in zip(raw.output_names, raw.outputs, strict=True)}
     makes_state = {d.at for d in net.layers if any(name not in results or shapes[name] for name in d.outputs)}
     leads_to_state = reach(makes_state, sources)
-    parts = {draft.at for draft in net.layers if draft.weights and phases.of[draft.at] == "optimizer"} - after
+    of_params = {draft.at for draft in net.layers if not params.isdisjoint(draft.weights)} - after
+    parts = {at for at in of_params if phases.of[at] == "optimizer"}
     for draft in (draft for draft in net.layers if phases.of[draft.at] == "optimizer"):
         is_given = draft.at in after or draft.at in late
         if draft.op in OPTIMIZERS:

@@ -74,7 +74,7 @@ def _operands(raw: Raw, eqn: Eqn, out: int, part: _Part) -> list[tuple[int, _Par
     """What a part of a result is computed from: which part of which operands."""
     if plain_name(eqn.prim) in COLLECTIVES and len(eqn.ins) == len(eqn.outs):
         return [(eqn.ins[eqn.outs.index(out)], part)]
-    if eqn.prim == "slice" and len(eqn.out_shape) == 1 and eqn.params["strides"] is None:
+    if eqn.prim == "slice" and len(eqn.out_shape) == 1 and eqn.params["strides"] in (None, (1,)):
         start = eqn.params["start_indices"][0]
         low, high = part or (0, eqn.out_shape[0])
         return [(eqn.ins[0], (start + low, start + high))]
