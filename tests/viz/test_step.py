@@ -582,6 +582,37 @@ def test_a_loss_that_the_devices_average_is_the_loss(is_mapped):
     assert [edge.target for edge in graph.edges if edge.phase == "metrics"] == ["loss"]
 
 
+def test_the_state_of_an_optimizer_in_one_tree_with_its_module_is_no_param():
+    """The variables of Flax that came out had another name than those that went in, and all counted as params."""
+    nnx = pytest.importorskip("flax.nnx")
+    layer = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    definition, state = nnx.split((layer, nnx.Optimizer(layer, optax.adam(0.1), wrt=nnx.Param)))
+
+    def step(state, x, y):
+        layer, optimizer = nnx.merge(definition, state)
+        loss, grads = nnx.value_and_grad(lambda layer: ((layer(x) - y) ** 2).mean())(layer)
+        optimizer.update(layer, grads)
+        return nnx.state((layer, optimizer)), loss
+
+    graph = viz.trace_step(step, state, np.ones((2, 8), np.float32), np.ones((2, 4), np.float32))
+    assert graph.total_params == 8 * 4 + 4
+    assert [(edge.source, edge.target) for edge in graph.edges if edge.phase == "metrics"] == [("loss0", "loss")]
+
+
+def test_params_of_a_pass_between_are_not_the_new_ones():
+    """Sharpness-aware minimization: the second pass is of params that the first one has moved."""
+
+    def step(params, batch):
+        first = jax.grad(loss_fn)(params, batch)
+        moved = jax.tree.map(lambda p, g: p + 0.1 * g, params, first)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_fn)(moved, batch))
+
+    params, _, batch = arguments()
+    graph = viz.trace_step(step, params, batch)
+    assert [one.op for one in graph.optimizers] == ["sub"]
+    assert len([layer for layer in graph.layers if layer.op == "Loss"]) == 2
+
+
 def test_two_conditions_behind_an_update_are_two_boxes():
     def step(params, opt_state, batch, number):
         params, opt_state, _ = globals()["step"](params, opt_state, batch)

@@ -114,7 +114,7 @@ def phases_of(net: Net) -> Phases:
     # Which of what is after the gradients has a box: what makes a new state of them. The rest is glue.
     shapes = {name: raw.values[number].shape for name, number in zip(raw.output_names, raw.outputs, strict=True)}
     makes_state = {d.at for d in net.layers if any(name not in results or shapes[name] for name in d.outputs)}
-    leads_to_state = reach(makes_state, sources)
+    leads_to_state = reach(makes_state, {at: read for at, read in sources.items() if at not in phases.row_of})
     of_params = {draft.at for draft in net.layers if not params.isdisjoint(draft.weights)} - after
     parts = {at for at in of_params if phases.of[at] == "optimizer"}
     for draft in (draft for draft in net.layers if phases.of[draft.at] == "optimizer"):

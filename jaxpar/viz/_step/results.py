@@ -60,7 +60,8 @@ def layers_below(net: Net, result: int, layers: Container[int]) -> set[int]:
         producer = shown[-1].producer
         if producer is None or (value != result and (shown[-1].dtype, shown[-1].shape) == ("bool", ())):
             continue
-        if (at := owner.get(producer)) in layers and at is not None:
+        at = owner.get(producer)
+        if at is not None and at in layers:
             found.add(at)
             continue
         is_whole = len({math.prod(array.shape) for array in shown}) > 1  # a view of another size, as by broadcasting
