@@ -69,7 +69,7 @@ def _gradients(places: Places) -> list[StepEdge]:
     net, phases, names = places.net, places.phases, places.names
     readers: dict[int, list[tuple[int, int]]] = {}
     for source, target, value in sorted(net.edges):
-        if net.raw.root(value) in phases.of_gradients:
+        if source in phases.given.get(target, ()):
             readers.setdefault(source, []).append((target, value))
     goals = {draft.at for draft in phases.optimizers}
     # Codes of compressed gradients are new state too, and stand before the optimizer.

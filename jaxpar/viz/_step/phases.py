@@ -46,7 +46,8 @@ class Phases:
     waiting: list[int] = field(default_factory=list[int])  # the layers whose gradients go there in this step
     gathers: dict[int, list[Row]] = field(default_factory=dict)  # what only gathers params: the layers that read it
     metrics: dict[str, list[int]] = field(default_factory=dict)  # each result that is no new state: its layers
-    of_gradients: set[int] = field(default_factory=set[int])  # the values that are gradients or computed from them
+    # Of each draft, those that hand it a gradient or what is computed from gradients.
+    given: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
 
     def whose_gradients(self, at: int, sources: Mapping[int, Iterable[int]]) -> list[int]:
         """The layers of the params whose gradients the backward pass of a layer hands on to an optimizer.
@@ -70,7 +71,10 @@ def phases_of(net: Net) -> Phases:
     before, after = reach(gradients | again, sources), reach(gradients, readers_of)
     layers = {draft.forward.at for draft in net.layers if draft.forward is not None}
     layers |= _computed_before(net, again, before | after)
-    of_gradients = phases.of_gradients = _of_gradients(raw)
+    of_gradients = _of_gradients(raw)
+    for source, target, value in net.edges:
+        if raw.root(value) in of_gradients:
+            phases.given.setdefault(target, set()).add(source)
     sums = {target for source, target, _ in net.edges if source in gradients and target not in gradients}
     gathers = _gathers(net, sources, readers_of) - layers
 
@@ -135,27 +139,17 @@ def phases_of(net: Net) -> Phases:
         (phases.glue if is_glue else phases.optimizers).append(draft)
         if draft.at in late and not is_glue:
             draft.detail = ", ".join(filter(None, (draft.detail, "of earlier gradients")))
-    glue = {draft.at for draft in phases.glue} & after
-    phases.late = late - {draft.at for draft in phases.glue}
+    glue = {draft.at: phases.given.get(draft.at, set[int]()) for draft in phases.glue}
+    phases.late = late - glue.keys()
+    handed_on = set[int]().union(*glue.values())
     for row in phases.rows if late else ():
-        handed_on = {
-            target
-            for source, target, value in net.edges
-            if raw.root(value) in of_gradients and any(source == draft.at for draft in row.backward)
-        }
-        if not glue.isdisjoint(handed_on):
+        if any(draft.at in handed_on for draft in row.backward):
             phases.waiting.append(row.draft.at)
 
     # What follows an update, and is given no gradient by another way: a condition, a running mean of the params.
-    passes = {draft.at for draft in phases.glue}
-    given: dict[int, set[int]] = {}  # of each, what it is given of gradients
-    for source, target, value in net.edges:
-        if raw.root(value) in of_gradients:
-            given.setdefault(target, set()).add(source)
-    through = {at: given.get(at, set[int]()) for at in passes}
     for draft in phases.optimizers:
-        ends = reach(given.get(draft.at, ()), through) - passes
-        last = [one for one in phases.optimizers if one.at in ends and is_update(one)]
+        ends = reach(phases.given.get(draft.at, ()), glue) - glue.keys()
+        last = [one for one in phases.optimizers if one.at in ends and changes_params(one, params)]
         if last and (_is_condition(raw, draft) or (draft.op not in OPTIMIZERS and ends.isdisjoint(gradients))):
             phases.follows[draft.at] = last[-1].at
             read = {raw.root(value) for _, target, value in net.edges if target == draft.at} & of_gradients

@@ -22,15 +22,16 @@ class Placing:
 
     def __init__(self, places: Places) -> None:
         self.program, self.places, self.phases = places.program, places, places.phases
+        self._sources = places.net.sources()
         self._glue = {draft.at for draft in self.phases.glue}
         self._optimizers = {draft.at for draft in self.phases.optimizers}
         # Collectives behind an update send new params, and no gradients.
         self._after_update = {follower: follower for follower in self.phases.follows}
         params = {weight for row in self.phases.rows for each in (row.draft, *row.gathered) for weight in each.weights}
-        behind_of = readers(places.net.sources())
+        self._behind_of = readers(self._sources)
         for draft in self.phases.optimizers:
             if changes_params(draft, params):
-                behind = reach([draft.at], behind_of) & self._glue
+                behind = reach([draft.at], self._behind_of) & self._glue
                 self._after_update |= dict.fromkeys(behind, draft.at)
         self._readers = readers_of_parameters(places.net, (row.draft for row in self.phases.rows))
 
@@ -39,10 +40,7 @@ class Placing:
         instruction = send.instruction
         phase, layers = self._where(instruction)
         if phase == "gradients":
-            rows, sources = self.phases.row_of, self.places.net.sources()
-            layers = [
-                one for at in layers for one in (self.phases.whose_gradients(at, sources) if at in rows else [at])
-            ]
+            layers = [layer for at in layers for layer in self.phases.whose_gradients(at, self._sources)]
         along = self._metrics(instruction) if phase == "gradients" else ()
         file, line = instruction.frames[-1] if instruction.frames else ("", 0)
         return Collective(
@@ -68,8 +66,8 @@ class Placing:
             after = self._near([(instruction.name, number if instruction.is_tuple else None)], back=False)
             if {phase for _, phase in after} & {"forward", "elsewhere", "result"}:
                 ats |= {at for at, phase in self._near([(name, None)], back=True) if phase in ("forward", "elsewhere")}
-        net, row_of = self.places.net, self.phases.row_of
-        above = {at: set[int]() if at in row_of else read for at, read in net.sources().items()}
+        row_of = self.phases.row_of
+        above = {at: set[int]() if at in row_of else read for at, read in self._sources.items()}
         layers = reach(ats, above)
         return [name for name, rows in self.phases.metrics.items() if layers.intersection(rows)]
 
@@ -109,7 +107,7 @@ class Placing:
     def _of_metric(self, at: int) -> tuple[Phase, list[int]]:
         """The last layer before what is sent for the results alone: the loss, or whether all gradients are finite."""
         row_of = self.phases.row_of
-        above = {target: read for target, read in self.places.net.sources().items() if target not in row_of}
+        above = {target: read for target, read in self._sources.items() if target not in row_of}
         rows = [row_of[end].draft.at for end in reach([at], above) if self.phases.of.get(end) == "forward"]
         return ("forward", [max(rows)]) if rows else ("elsewhere", [])
 
@@ -183,12 +181,10 @@ class Placing:
 
     def _behind(self, glue: int) -> list[int]:
         """The layers whose gradients reach what hands them on."""
-        net, row_of, sources = self.places.net, self.phases.row_of, dict[int, list[int]]()
-        for source, target, value in net.edges:
-            if target not in row_of and net.raw.root(value) in self.phases.of_gradients:
-                sources.setdefault(target, []).append(source)
+        row_of = self.phases.row_of
+        sources = {at: given for at, given in self.phases.given.items() if at not in row_of}
         reached = reach([glue], sources)
-        if not self.phases.late.isdisjoint(reach([glue], readers(net.sources()))) and len(reached) == 1:
+        if not self.phases.late.isdisjoint(reach([glue], self._behind_of)) and len(reached) == 1:
             return self.phases.waiting  # the gradients of an earlier step, which the state has
         ends = (at for at in reached if self.phases.of.get(at) == "backward" and at in row_of)
         return sorted({row_of[at].draft.at for at in ends})
