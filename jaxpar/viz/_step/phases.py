@@ -157,7 +157,7 @@ def phases_of(net: Net) -> Phases:
 
     trained = [row.draft for row in phases.rows if row.backward]
     losses = {draft.at for draft in trained if draft.op == "Loss" or draft is trained[-1]}
-    forward = {row.draft.at for row in phases.rows}
+    forward = {row.draft.at: row.draft for row in phases.rows}
     phases.metrics = metrics_of(net, forward, losses, phases.row_of.keys() | {one.at for one in phases.optimizers})
     return phases
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container
+from collections.abc import Collection, Container, Mapping
 
 from .._fold.cells import COLLECTIVES, plain_name
-from .._layout.net import Net
+from .._layout.net import Draft, Net
 from .._read.raw import Eqn, Raw
 
 _OBJECT = re.compile(r"^output(\[\d+\])?\.")
@@ -45,19 +45,20 @@ def results_of(raw: Raw) -> dict[str, str]:
 _Part = tuple[int, int] | None  # the elements of an array of one axis that are meant: from and to. None for all.
 
 
-def layers_below(net: Net, result: int, layers: Container[int]) -> set[int]:
-    """The nearest of these layers that a result is computed from.
+def layers_below(net: Net, result: int, layers: Container[int]) -> tuple[set[int], set[int]]:
+    """The nearest of these layers that a result is computed from, and the arguments that it reads without them.
 
     Devices sum small arrays in one bucket. Of what is cut out of it, only that is meant which was put in there. Whether
     a number is finite, one bool, is not computed from it.
     """
     raw, owner = net.raw, {number: draft.at for draft in net.layers for number in draft.eqns}
-    found, work = set[int](), list[tuple[int, _Part]]([(result, None)])
+    found, arguments, work = set[int](), set[int](), list[tuple[int, _Part]]([(result, None)])
     seen = set(work)
     while work:
         value, part = work.pop()
         shown = [raw.values[number] for number in raw.shown(value)]
         producer = shown[-1].producer
+        arguments |= {raw.root(value)} if producer is None else set[int]()
         if producer is None or (value != result and (shown[-1].dtype, shown[-1].shape) == ("bool", ())):
             continue
         at = owner.get(producer)
@@ -68,7 +69,7 @@ def layers_below(net: Net, result: int, layers: Container[int]) -> set[int]:
         new = {*_operands(raw, raw.eqns[producer], raw.root(value), None if is_whole else part)} - seen
         seen |= new
         work += new
-    return found
+    return found, arguments
 
 
 def _operands(raw: Raw, eqn: Eqn, out: int, part: _Part) -> list[tuple[int, _Part]]:
@@ -93,16 +94,24 @@ def _operands(raw: Raw, eqn: Eqn, out: int, part: _Part) -> list[tuple[int, _Par
     ]
 
 
-def metrics_of(net: Net, layers: Container[int], losses: Container[int], ends: Container[int]) -> dict[str, list[int]]:
+def metrics_of(
+    net: Net, layers: Mapping[int, Draft], losses: Collection[int], ends: Container[int]
+) -> dict[str, list[int]]:
     """The name of each result that is computed from layers and is no new state, and these layers. The loss comes first.
 
     `losses` are the layers that may be the loss, and `ends` where no way goes on: at the layers and at updates.
     """
     results, metrics = results_of(net.raw), dict[str, list[int]]()
+    params = {weight for draft in layers.values() for weight in draft.weights}
     for name, number in zip(net.raw.output_names, net.raw.outputs, strict=True):
-        below = {at for at in layers_below(net, number, ends) if at in layers} if name in results else set[int]()
+        if name not in results:
+            continue
+        found, arguments = layers_below(net, number, ends)
+        below = sorted(layers.keys() & found)
+        if losses and not (found or params.isdisjoint(arguments)):  # of a pass of its own, which is not drawn
+            below = [max(losses)]
         if below:
-            is_loss = net.raw.of(number).shape == () and any(at in losses for at in below)
+            is_loss = net.raw.of(number).shape == () and not found.isdisjoint(losses)
             shown = results[name] or ("loss" if is_loss else name)
-            metrics[name if shown in metrics else shown] = sorted(below)
+            metrics[name if shown in metrics else shown] = below
     return dict(sorted(metrics.items(), key=lambda metric: metric[0] != "loss"))

@@ -74,6 +74,8 @@ class Placing:
     def _where(self, instruction: Instruction) -> tuple[Phase, list[int]]:
         """Where most of the bytes go that are sent together, and the layers of all that go there."""
         at = self.places.draft_at.get(instruction.name)
+        if {array.dtype for array in instruction.arrays} == {"pred"}:  # whether something is finite, and no gradient
+            return "elsewhere", []
         if at is not None and at in self._after_update:
             return "optimizer", [self._after_update[at]]
         if at is not None and at in self._glue:
