@@ -435,7 +435,7 @@ def test_what_chooses_checks_or_reports_is_no_update(name):
 def test_microbatches_of_one_example(options):
     """The gradient of a bias is that of the activation or of the loss behind it. The layer is meant."""
     graph = viz.trace_step(*made_step(8, accumulate=2, **options))
-    assert gradient_edges(graph) == {(layer, "Adam") for layer in NAMES}
+    assert {source for source, _ in gradient_edges(graph)} == set(NAMES)
     sums = [one for one in graph.collectives if one.phase == "gradients"]
     assert {layer for one in sums for layer in one.layers} == set(NAMES)
 
