@@ -599,6 +599,11 @@ def test_the_state_of_an_optimizer_in_one_tree_with_its_module_is_no_param():
     assert [(edge.source, edge.target) for edge in graph.edges if edge.phase == "metrics"] == [("loss0", "loss")]
 
 
+def test_an_optimizer_around_another_goes_by_its_name():
+    graph = viz.trace_step(*made_step(tx=optax.lookahead(optax.sgd(0.1), 5, 0.5)))
+    assert [one.op for one in graph.optimizers] == ["Lookahead"]
+
+
 def test_params_of_a_pass_between_are_not_the_new_ones():
     """Sharpness-aware minimization: the second pass is of params that the first one has moved."""
 
