@@ -31,6 +31,7 @@ from ._fold.calls import Call
 from ._fold.templates import Pattern, Rule
 from ._graph import FAILS_AT
 from ._read import jaxpr
+from ._read.arguments import name_of
 from ._read.bind import Bound, bind
 from ._read.costs import Jaxpr
 from ._read.libraries import called_method, is_keras, is_linen, is_mxnet, linen_variables, mxnet_function
@@ -87,7 +88,7 @@ def read(
             f"viz: {of} cannot be traced with {given}, which is not an array and was passed unchanged; expected an "
             f"array or a jax.ShapeDtypeStruct? {type(error).__name__}: {error}"
         ) from error
-    results = ["output" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
+    results = [name_of("output", path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
     return jaxpr.read(closed, bound.arguments, [*results, *changed], bound.captured), closed, bound.arrays
 
 

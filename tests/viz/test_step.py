@@ -238,11 +238,11 @@ STEPS_OF_TRAIN = {
     "pmap": ({"engine": "pmap"}, ("psum", "of gradients, loss")),
     "jit": ({"engine": "jit"}, ("psum", "of gradients, loss")),
     "accumulate": ({"accumulate": 2}, ("psum", "of gradients, loss")),
-    "compression": ({"compression": {"type": "2bit", "threshold": 0.5}}, ("all_to_all + all_gather", "store")),
+    "compression": ({"compression": {"type": "2bit", "threshold": 0.5}}, ("all_to_all + all_gather", "compression")),
     "sharded": ({"kind": "sharded"}, ("psum_scatter", "of gradients")),
     "codes": (
         {"kind": "sharded", "compression": {"type": "2bit", "threshold": 0.5}},
-        ("all_to_all", "of gradients", "jaxpar.encode"),
+        ("all_to_all", "of gradients", "compression"),
     ),
 }
 
@@ -384,6 +384,240 @@ def test_another_network_may_be_updated_by_earlier_gradients_beside(by_hand):
     assert targets == {"Adam 2"} if not by_hand else targets and not targets & {"Adam", "Adam 2"}
 
 
+NAMES = [f"layer{number}" for number in range(LAYERS)]
+
+
+def made_step(batch=32, tx=None, loss=loss_fn, **options):
+    """The arguments of `plot_step` for a step of `train.start` on four devices."""
+    options = {"devices": jax.devices()[:4], **options}
+    state, made = train.start(arguments()[0], tx or optax.adam(0.1), lambda p, b, rng: (loss(p, b), {}), **options)
+    return made, state, {name: np.ones((batch, WIDTH), np.float32) for name in "xy"}
+
+
+def gradient_edges(graph):
+    return {(edge.source, edge.target) for edge in graph.edges if edge.phase == "gradients"}
+
+
+PHASES = "forward", "gradients"
+LATE = {"kind": "dist_async", "staleness": 1}
+GUARDED = {
+    "late": {"nonfinite": "skip", **LATE},
+    "stop": {"nonfinite": "stop"},
+    "sharded": {"nonfinite": "skip", "kind": "sharded"},
+    "dynamic": {"loss_scale": "dynamic"},
+    "late, dynamic": {"loss_scale": "dynamic", **LATE},
+    "reported": {"record": ("grad_norm", "update_norm")},
+    "skip": {"nonfinite": "skip"},
+    "late, clipped": {"grad_transform": optax.clip_by_global_norm(1.0), **LATE},
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", GUARDED)
+def test_what_chooses_checks_or_reports_is_no_update(name):
+    """There was a box "jaxpar.finish_step" with the gradients of all layers, or "jaxpar.rotate_queue"."""
+    plot = viz.plot_step(*made_step(**GUARDED[name]))
+    assert [one.op for one in plot.step.optimizers] == ["Adam"]
+    assert gradient_edges(plot.step) == {(layer, "Adam") for layer in NAMES}
+    words = m.words(plot)
+    assert "jaxpar." not in words
+    assert ("of earlier gradients" in words) == name.startswith("late")
+    # Whether all is finite goes to the results with the loss, and into no sum of gradients.
+    sent = {phase: {n for one in plot.step.collectives if one.phase == phase for n in one.layers} for phase in PHASES}
+    assert sent["gradients"] == set(NAMES)
+    ends = re.findall(r'^\t"([^"]+)" -> "([^"]+)" ', plot.source, re.M)
+    assert {source for source, target in ends if target == "sums"} == {f"{layer} (backward)" for layer in NAMES}
+    if {"kind", "staleness"} & GUARDED[name].keys():
+        assert sent["forward"] == {"loss0"}
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_scale": 8.0}, pytest.param({"engine": "jit"}, marks=pytest.mark.slow)])
+def test_microbatches_of_one_example(options):
+    """The gradient of a bias is that of the activation or of the loss behind it. The layer is meant."""
+    graph = viz.trace_step(*made_step(8, accumulate=2, **options))
+    assert {source for source, _ in gradient_edges(graph)} == set(NAMES)
+    sums = [one for one in graph.collectives if one.phase == "gradients"]
+    assert {layer for one in sums for layer in one.layers} == set(NAMES)
+
+
+def test_a_gradient_of_each_example_by_itself():
+    def step(params, batch, key):
+        def of_one(x, y):
+            return jax.grad(loss_fn)(params, {"x": x[None], "y": y[None]})
+
+        grads = jax.vmap(of_one)(batch["x"], batch["y"])
+        keys = jax.random.split(key, len(jax.tree.leaves(grads)))
+        noise = jax.tree.unflatten(jax.tree.structure(grads), list(keys))
+        share = jnp.minimum(1, 1 / jax.vmap(optax.tree.norm)(grads))
+        grads = jax.tree.map(lambda g, k: jnp.tensordot(share, g, 1) + jax.random.normal(k, g.shape[1:]), grads, noise)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    params, _, batch = arguments()
+    plot = viz.plot_step(step, params, batch, jax.random.key(0))
+    assert gradient_edges(plot.step) == {(layer, plot.step.optimizers[0].name) for layer in NAMES}
+    assert plot.pipe("svg")
+
+
+def test_remat_of_the_whole_loss():
+    """It was "computes no gradient", since no gradient reads what the forward pass computed."""
+    graph = viz.trace_step(*made_step(remat=True))
+    assert [layer.name for layer in graph.layers if layer.params] == NAMES
+    assert [layer.op for layer in graph.layers][-1] == "Loss"
+    assert all(layer.backward is not None for layer in graph.layers)
+    assert all(layer.backward.again for layer in graph.layers)
+    assert gradient_edges(graph) == {(layer, "Adam") for layer in NAMES}
+    assert [(edge.source, edge.target) for edge in graph.edges if edge.phase == "metrics"] == [("loss0", "loss")]
+
+
+def test_the_loss_of_local_steps_is_no_sum_of_gradients():
+    """With `accumulate` the gradients went into a wall, dashed, where the devices sum only the loss."""
+    plot = viz.plot_step(*made_step(local_steps=3, accumulate=2))
+    assert [one.layers for one in plot.step.collectives if one.phase == "forward"] == [("loss0",)]
+    assert "sums" not in re.findall(r'^\t"([^"]+)" \[', plot.source, re.M)
+
+
+def test_a_running_mean_leaves_the_params_as_they_are():
+    def average(params, opt_state, batch, mean):
+        params, opt_state, loss = step(params, opt_state, batch)
+        return params, opt_state, optax.incremental_update(params, mean, 0.1), loss
+
+    params, opt_state, batch = arguments()
+    plot = viz.plot_step(average, params, opt_state, batch, params)
+    (mean,) = (one.name for one in plot.step.optimizers if one.op != "SGD")
+    assert [(e.source, e.target) for e in plot.step.edges if e.phase == "elsewhere"] == [("SGD", mean)]
+    ends = re.findall(r'^\t"([^"]+)" -> "([^"]+)" ', plot.source, re.M)
+    assert [source for source, target in ends if target == "parameters"] == ["SGD"]
+    assert ("SGD", mean) in ends
+
+
+def test_two_passes_are_both_forward():
+    """The second pass of a GAN reads what the first one has updated. It was no layer."""
+
+    def both(maker, judge, x, z):
+        def judged(judge, maker):
+            return loss_fn(judge, {"x": net(maker, z), "y": x})
+
+        grads = jax.grad(judged)(judge, maker)
+        judge = jax.tree.map(lambda p, g: p - 0.1 * g, judge, grads)
+        loss, grads = jax.value_and_grad(judged, 1)(judge, maker)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, maker, grads), judge, loss
+
+    params, _, batch = arguments()
+    graph = viz.trace_step(both, params, params, batch["x"], batch["x"], params_argnums=(0, 1))
+    matrices = [layer for layer in graph.layers if layer.op in ("FullyConnected", "MatMul")]
+    assert len(matrices) == 4 * LAYERS
+    assert len([layer for layer in matrices if layer.backward]) == 3 * LAYERS  # none of the maker in the first pass
+    assert [(edge.source, edge.target) for edge in graph.edges if edge.phase == "metrics"] == [
+        (graph.layers[-1].name, "loss")
+    ]
+
+
+def test_a_step_that_is_skipped_by_hand():
+    def skip(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, new_state = TX.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates), new_state
+        is_finite = jnp.isfinite(optax.tree.norm(grads))
+        return *jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), new, (params, opt_state)), loss
+
+    graph = viz.trace_step(skip, *arguments())
+    assert [one.op for one in graph.optimizers] == ["SGD"]
+    assert gradient_edges(graph) == {(layer, "SGD") for layer in NAMES}
+
+
+def test_updates_of_two_optimizers_that_are_added_later():
+    """The one that was called first had lost the addition, and was beside a box "optimizer"."""
+
+    def step(params, states, batch):
+        grads = jax.grad(lambda p: loss_fn({**p[0], **p[1]}, batch))(params)
+        first, first_state = both[0].update(grads[0], states[0], params[0])
+        second, second_state = both[1].update(grads[1], states[1], params[1])
+        new = [optax.apply_updates(params[0], first), optax.apply_updates(params[1], second)]
+        return new, [first_state, second_state]
+
+    both = optax.adam(0.1), TX
+    params, _, batch = arguments()
+    params = [{name: params[name] for name in NAMES[:2]}, {name: params[name] for name in NAMES[2:]}]
+    graph = viz.trace_step(step, params, [tx.init(p) for tx, p in zip(both, params, strict=True)], batch)
+    assert [one.name for one in graph.optimizers] == ["Adam", "SGD"]
+    own = {(source.rpartition("/")[2], target) for source, target in gradient_edges(graph)}
+    assert own == {("layer0", "Adam"), ("layer1", "Adam"), ("layer2", "SGD")}
+
+
+def test_a_result_is_of_the_layers_that_it_is_computed_from():
+    """The loss, the accuracy and a running mean are summed in one bucket. Each was of the layers of all."""
+
+    def loss(params, batch, rng, mean):
+        hidden = dense(params["layer0"], batch["x"])
+        out = dense(params["layer1"], jax.nn.relu(hidden))
+        loss = ((out - batch["y"]) ** 2).mean()
+        return loss, {"largest": jnp.abs(out).mean()}, 0.9 * mean + 0.1 * hidden.mean(0)
+
+    params = {name: arguments()[0][name] for name in NAMES[:2]}
+    options = {"devices": jax.devices()[:4], "model_state": np.zeros(WIDTH, np.float32)}
+    state, made = train.start(params, optax.adam(0.1), loss, **options)
+    graph = viz.trace_step(made, state, arguments()[2])
+    edges = {(edge.source, edge.target) for edge in graph.edges if edge.phase == "metrics"}
+    assert edges == {("loss0", "loss"), ("layer1", "largest")}
+
+
+@pytest.mark.parametrize("is_mapped", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_loss_that_the_devices_average_is_the_loss(is_mapped):
+    """It was "output[2]"."""
+
+    def local(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        loss, grads = jax.lax.pmean((loss, grads), "data")
+        updates, opt_state = TX.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    args, devices = arguments(), jax.devices()[:4]
+    if is_mapped:
+        made = jax.pmap(local, "data", devices=devices)
+        args = jax.tree.map(lambda leaf: np.stack([leaf] * 4), args)
+    else:
+        mesh = Mesh(np.array(devices), ("data",))
+        made = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=False)
+    graph = viz.trace_step(made, *args)
+    assert [edge.target for edge in graph.edges if edge.phase == "metrics"] == ["loss"]
+
+
+def test_the_state_of_an_optimizer_in_one_tree_with_its_module_is_no_param():
+    """The variables of Flax that came out had another name than those that went in, and all counted as params."""
+    nnx = pytest.importorskip("flax.nnx")
+    layer = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    definition, state = nnx.split((layer, nnx.Optimizer(layer, optax.adam(0.1), wrt=nnx.Param)))
+
+    def step(state, x, y):
+        layer, optimizer = nnx.merge(definition, state)
+        loss, grads = nnx.value_and_grad(lambda layer: ((layer(x) - y) ** 2).mean())(layer)
+        optimizer.update(layer, grads)
+        return nnx.state((layer, optimizer)), loss
+
+    graph = viz.trace_step(step, state, np.ones((2, 8), np.float32), np.ones((2, 4), np.float32))
+    assert graph.total_params == 8 * 4 + 4
+    assert [(edge.source, edge.target) for edge in graph.edges if edge.phase == "metrics"] == [("loss0", "loss")]
+
+
+def test_an_optimizer_around_another_goes_by_its_name():
+    graph = viz.trace_step(*made_step(tx=optax.lookahead(optax.sgd(0.1), 5, 0.5)))
+    assert [one.op for one in graph.optimizers] == ["Lookahead"]
+
+
+def test_params_of_a_pass_between_are_not_the_new_ones():
+    """Sharpness-aware minimization: the second pass is of params that the first one has moved."""
+
+    def step(params, batch):
+        first = jax.grad(loss_fn)(params, batch)
+        moved = jax.tree.map(lambda p, g: p + 0.1 * g, params, first)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_fn)(moved, batch))
+
+    params, _, batch = arguments()
+    graph = viz.trace_step(step, params, batch)
+    assert [one.op for one in graph.optimizers] == ["sub"]
+    assert len([layer for layer in graph.layers if layer.op == "Loss"]) == 2
+
+
 def test_two_conditions_behind_an_update_are_two_boxes():
     def grown(params):
         return jax.tree.map(lambda w: w * 2 + 1, params)
@@ -398,6 +632,8 @@ def test_two_conditions_behind_an_update_are_two_boxes():
     conditions = [edge.target for edge in graph.edges if edge.phase == "optimizer"]
     assert sorted(conditions) == ["cond", "cond: grown"]
     assert {edge.source for edge in graph.edges if edge.phase == "optimizer"} == {"SGD"}
+    assert [graph[name].detail for name in ("cond", "cond: grown")] == ["tanh", "2 layers"]
+    assert "on a condition" in m.words(viz.plot_step(step, *arguments(), np.int32(1)))
 
 
 def test_params_that_are_gathered_behind_an_update_are_no_gradients():

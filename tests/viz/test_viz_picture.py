@@ -131,6 +131,9 @@ def test_losses_are_side_by_side_and_their_gradients_are_the_other_way_round():
     row = " -> ".join(f'"{name}"' for name in ("loss0", "loss1", "loss1 (backward)", "loss0 (backward)"))
     assert f'{{ rank=same {row} [style="invis"] }}' in source
     assert '{ rank=same "loss0" "loss0 (backward)" }' not in source
+    # The outer arrow passes above the row. With a number beside it, it went through the boxes between.
+    assert '"loss0" -> "loss0 (backward)" [tailport="n" headport="n"]' in source
+    assert '"loss1" -> "loss1 (backward)" [label=' in source
 
 
 def test_arrows_to_an_optimizer_leave_beside_those_between_gradients():

@@ -384,10 +384,11 @@ def test_an_argument_is_one_input():
     assert len(graph.layers) == 23  # the limit counts layers alone
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "RMSProp", "Lion", "Adafactor", "LAMB"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "RMSProp", "Lion", "Adafactor", "LAMB", "ScheduleFree"])
 def test_an_optimizer_goes_by_its_name(name):
     params, x = {"w": m.Spec((4, 3), m.f32), "b": m.Spec((3,), m.f32)}, m.Spec((5, 4), m.f32)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), getattr(optax, name.lower())(1e-3))
+    make = optax.contrib.schedule_free_adamw if name == "ScheduleFree" else getattr(optax, name.lower())
+    tx = optax.chain(optax.clip_by_global_norm(1.0), make(1e-3))
     step, _ = _train_step(tx, lambda p, x, y: jnp.sum(jnp.tanh(x @ p["w"] + p["b"][None]) - y))
     batch = {"image": x, "label": m.Spec((5, 3), m.f32)}
     graph = check(viz.trace(step, params, jax.eval_shape(tx.init, params), batch))

@@ -42,6 +42,7 @@ from .style import (
 )
 
 _POINTS = 72.0  # of an inch
+_OUTSIDE = {"up": "n", "down": "s", "right": "e"}  # the side of a box that is away from the layers before it
 _MANY, _MANY_EDGES = 150, 220  # nodes and edges, above which dot works with limits
 
 
@@ -51,8 +52,9 @@ def to_dot(graph: Graph, options: Options, look: Look | None = None) -> list[str
     nodes, edges = drawn(graph, options.hide_weights)
     large = len(nodes) > _MANY or len(graph.edges) > _MANY_EDGES
     look = look or Look(graph, nodes, options)
+    losses = _losses(nodes, edges)
     lines = _head(look.caption, options, theme, large=large)
-    lines += _nodes(graph, nodes, edges, look, theme)
+    lines += _nodes(graph, nodes, losses, look, theme)
     by_name = {node.name: node for node in nodes}
     # A gradient reads much of the forward pass. The line from its layer stands for that, or the picture would be full.
     edges = without_residuals(nodes, edges)
@@ -67,6 +69,11 @@ def to_dot(graph: Graph, options: Options, look: Look | None = None) -> list[str
         else:
             ends = by_name[edge.source], by_name[edge.target]
             beside = edge.source in hands_on and options.direction != "right"
+            if edge.source in losses[:-1] and edge.target == edge.source + BACKWARD:
+                # Other losses stand between. The arrow passes outside of the row: a number would draw it through them.
+                side = _OUTSIDE[options.direction]
+                lines.append(_line(edge, {"tailport": side, "headport": side} | look.arrow(edge)))
+                continue
             lines.append(_edge(*ends, edge, theme, look, named, carried[edge.source] > FEW, beside))
     lines += _pairs(nodes, theme)
     if not graph.layers:
@@ -99,9 +106,9 @@ def _head(caption: str, options: Options, theme: Theme, *, large: bool) -> list[
     ]
 
 
-def _nodes(graph: Graph, nodes: list[Node], edges: list[Edge], look: Look, theme: Theme) -> list[str]:
+def _nodes(graph: Graph, nodes: list[Node], losses: list[str], look: Look, theme: Theme) -> list[str]:
     """Nodes inside the clusters of their scopes."""
-    framed, numbers, losses = clusters(graph, nodes), itertools.count(), _losses(nodes, edges)
+    framed, numbers = clusters(graph, nodes), itertools.count()
 
     def write(block: Block[Node], level: int) -> Iterator[str]:
         leaves = [item for item in block.items if isinstance(item, Node)]

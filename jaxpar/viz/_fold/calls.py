@@ -218,6 +218,8 @@ def _is_layer(cells: Cells, frame: Frame, call: Call, run: list[Eqn]) -> bool:
 _UPDATES = frozenset(("update", "update_fn", "apply_updates", "apply"))
 # Transforms of optax, and the optimizer that they are the core of. The first that is found names it.
 _CORES = {
+    "schedule_free": "ScheduleFree",
+    "lookahead": "Lookahead",
     "scale_by_lion": "Lion",
     "scale_by_muon": "Muon",
     "scale_by_factored_rms": "Adafactor",
@@ -247,13 +249,14 @@ OPTIMIZERS = frozenset((*_CORES.values(), "AdamW", "LAMB", "LARS", _PLAIN_UPDATE
 
 def fold_optimizers(cells: Cells) -> None:
     """Make one cell of each call of an optimizer, with the addition of the updates that it computed."""
-    last: Cell | None = None
+    made: dict[int, Cell] = {}
     for (_, function), run in runs((eqn for eqn in cells.raw.eqns if not eqn.view), _update):
         cell = cells.new([eqn.id for eqn in run], _name(run), major=True)
-        if function == "apply_updates" and last is not None and cells.sources(cell) == [last]:
-            cell = cells.fold((last, cell), last.op, major=True)
+        sources = cells.sources(cell)
+        if function == "apply_updates" and len(sources) == 1 and sources[0].id in made:
+            cell = cells.fold((sources[0], cell), sources[0].op, major=True)
         cell.detail = plural(sum(cells.raw.values[value].kind == "op" for value in cells.data(cell)), "array")
-        last = cell
+        made[cell.id] = cell
 
 
 def _update(eqn: Eqn) -> tuple[tuple[int, ...], str] | None:

@@ -283,13 +283,15 @@ def gradients_of(
 ) -> list[dict[int, Draft]]:
     """The gradients of each layer of a block, by the number of the copy, the first to be computed in front.
 
-    They become one as the layers do. None where they differ, or where what is between them would be in a circle.
+    They become one as the layers do. None where they differ, or where what is between them would be in a circle. Those
+    that a copy has in itself, as a step of an inner optimizer, become one with it.
     """
+    inside = {draft.at for copy in copies for draft in copy}
     # A copy may read less than the others, as where a sum begins that goes through all of them, and one copy may lack
     # a gradient, as what begins a network has none for its input.
     groups: list[dict[int, Draft]] = []
     for layers in zip(*copies, strict=True):
-        for same in zip_longest(*(backward.get(layer.at, ()) for layer in layers)):
+        for same in zip_longest(*([g for g in backward.get(layer.at, ()) if g.at not in inside] for layer in layers)):
             present = [(copy, gradient) for copy, gradient in enumerate(same) if gradient is not None]
             groups.append(dict(sorted(present, key=lambda each: each[1].at)))
     few = any(len(same) < max(2, len(copies) - 1) for same in groups)

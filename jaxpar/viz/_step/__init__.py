@@ -1,7 +1,9 @@
 """What a training step does on many devices, read from its compiled program.
 
 step       `trace_step` and `plot_step`
+closing    what is one box from the beginning: conditions, compression
 phases     layers as forward, backward and optimizer, from the trace
+results    what a step returns beside its new state
 places     the layer that each instruction of the compiled program is of
 sent       the layers that each collective sends for
 edges      the arrays between layers

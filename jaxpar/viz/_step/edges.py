@@ -46,7 +46,7 @@ def edges_of(places: Places, mesh: dict[str, int], devices: int) -> tuple[StepEd
             else None
         )
         edges[ends] = StepEdge(*ends, value.shape, value.dtype, local_shape, spec)
-    return (*edges.values(), *_gradients(places), *_conditions(places), *_metrics(places))
+    return (*edges.values(), *_gradients(places), *_followers(places), *_metrics(places))
 
 
 def _ends(source: Draft, target: Draft, places: Places) -> tuple[str, str, Phase] | None:
@@ -69,29 +69,36 @@ def _gradients(places: Places) -> list[StepEdge]:
     net, phases, names = places.net, places.phases, places.names
     readers: dict[int, list[tuple[int, int]]] = {}
     for source, target, value in sorted(net.edges):
-        readers.setdefault(source, []).append((target, value))
+        if source in phases.given.get(target, ()):
+            readers.setdefault(source, []).append((target, value))
     goals = {draft.at for draft in phases.optimizers}
     # Codes of compressed gradients are new state too, and stand before the optimizer.
     params = {weight for row in phases.rows for each in (row.draft, *row.gathered) for weight in each.weights}
     hands_on = [*phases.glue, *(draft for draft in phases.optimizers if not changes_params(draft, params))]
-    goals -= phases.conditions.keys()
+    goals -= phases.follows.keys()
     on = {draft.at: [target for target, _ in readers.get(draft.at, ())] for draft in hands_on}
     edges: dict[tuple[str, str], StepEdge] = {}
+    sources = net.sources()
     for row in phases.rows:
         for target, value in (way for draft in row.backward for way in readers.get(draft.at, ())):
             array = net.raw.values[value]
             later = phases.late if row.draft.at in phases.waiting else set[int]()
-            for at in sorted(reach([target], on) & goals | later):
-                ends = names[row.draft.at], names[at]
-                edges.setdefault(ends, StepEdge(*ends, "gradients", array.shape, array.dtype))
+            layers = phases.whose_gradients(row.draft.at, sources)
+            for ends in itertools.product(layers, sorted(reach([target], on) & goals | later)):
+                source, goal = names[ends[0]], names[ends[1]]
+                edges.setdefault((source, goal), StepEdge(source, goal, "gradients", array.shape, array.dtype))
     return list(edges.values())
 
 
-def _conditions(places: Places) -> list[StepEdge]:
-    """One edge from each update to each condition behind it."""
-    raw, names, drafts = places.net.raw, places.names, {draft.at: draft for draft in places.net.drafts}
-    ways = ((names[at], names[of], raw.values[drafts[of].value]) for at, of in places.phases.conditions.items())
-    return [StepEdge(update, condition, "optimizer", value.shape, value.dtype) for condition, update, value in ways]
+def _followers(places: Places) -> list[StepEdge]:
+    """One edge from each update to what follows it."""
+    phases, names, drafts = places.phases, places.names, {draft.at: draft for draft in places.net.drafts}
+    edges: list[StepEdge] = []
+    for follower, update in phases.follows.items():
+        array = places.net.raw.values[drafts[update].value]
+        phase: Phase = "elsewhere" if follower in phases.beside else "optimizer"
+        edges.append(StepEdge(names[update], names[follower], phase, array.shape, array.dtype))
+    return edges
 
 
 def _metrics(places: Places) -> list[StepEdge]:

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
@@ -14,12 +12,13 @@ from .._draw import style
 from .._fold.calls import OPTIMIZERS
 from .._fold.cells import COLLECTIVES
 from .._graph import BACKWARD, Node
-from .._layout.collapse import close_groups
 from .._layout.net import Draft, Net
 from .._read.raw import Raw
-from .._scopes import Path, Scope, common_prefix
 from .._searches import reach, readers
 from .graph import Phase, StepLayer
+from .results import metrics_of, results_of
+
+COMPRESSION = "compression"  # what makes codes of gradients, and gradients of codes
 
 
 @dataclass(slots=True, eq=False)
@@ -40,41 +39,65 @@ class Phases:
     glue: list[Draft] = field(default_factory=list)  # collectives and copies, which only hand gradients on
     of: dict[int, Phase] = field(default_factory=dict[int, Phase])  # of each draft
     row_of: dict[int, Row] = field(default_factory=dict)  # of each forward and backward draft
-    # Each closed condition behind an update, such as the mean of the params every few steps, and that update.
-    conditions: dict[int, int] = field(default_factory=dict)
+    # What follows an update and is given no gradient itself, and that update: the mean of the params every few steps.
+    follows: dict[int, int] = field(default_factory=dict)
+    beside: set[int] = field(default_factory=set[int])  # those of them that leave the params as they are: running means
     late: set[int] = field(default_factory=set[int])  # updates by gradients of an earlier step, which are in the state
     waiting: list[int] = field(default_factory=list[int])  # the layers whose gradients go there in this step
     gathers: dict[int, list[Row]] = field(default_factory=dict)  # what only gathers params: the layers that read it
     metrics: dict[str, list[int]] = field(default_factory=dict)  # each result that is no new state: its layers
+    # Of each draft, those that hand it a gradient or what is computed from gradients.
+    given: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
+
+    def whose_gradients(self, at: int, sources: Mapping[int, Iterable[int]]) -> list[int]:
+        """The layers of the params whose gradients the backward pass of a layer hands on to an optimizer.
+
+        Of one example, the gradient of a bias is that of the activation behind it.
+        """
+        row = self.row_of[at]
+        read = (self.row_of[source] for source in sources.get(at, ()) if source in self.row_of)
+        below = [one.draft.at for one in read if one.draft.weights and one.backward]
+        return [at] if row.draft.weights or row.gathered else sorted(below) or [at]
 
 
 def phases_of(net: Net) -> Phases:
     """The phases of a step. A step without gradients has no backward part anywhere."""
-    phases = Phases()
-    sources = net.sources()
-    readers_of = readers(sources)
+    phases, raw, sources = Phases(), net.raw, net.sources()
+    readers_of, results = readers(sources), results_of(net.raw)
+
+    # The gradients, what is before them and what is after. Remat computes layers again in the backward pass.
     gradients = {draft.at for draft in net.layers if draft.op.endswith(BACKWARD)}
-    after = reach(gradients, readers_of)
-    again = {d.at for d in net.layers if d.eqns and all(net.raw.eqns[number].again for number in d.eqns)}  # by remat
-    before = reach(gradients | again, sources)
+    again = {d.at for d in net.layers if d.eqns and all(raw.eqns[number].again for number in d.eqns)}
+    before, after = reach(gradients | again, sources), reach(gradients, readers_of)
     layers = {draft.forward.at for draft in net.layers if draft.forward is not None}
-    results = _results(net.raw)
+    layers |= _computed_before(net, again, before | after)
+    of_gradients = _of_gradients(raw)
+    for source, target, value in net.edges:
+        if raw.root(value) in of_gradients:
+            phases.given.setdefault(target, set()).add(source)
+    sums = {target for source, target, _ in net.edges if source in gradients and target not in gradients}
     gathers = _gathers(net, sources, readers_of) - layers
+
     # With `staleness` an optimizer is given the gradients of an earlier step, and those of this step go into the state.
-    # Where something reads params behind these, it is an update too, and the gradients go there.
+    # Where something is computed from params and gradients of this step, it is an update too, and they go there.
     params = {weight for draft in net.layers if draft.at in before | layers for weight in draft.weights}
-    goes_on = any(d.at in after - gradients and not params.isdisjoint(d.weights) for d in net.layers)
+    goes_on = any(
+        not eqn.backward and not params.isdisjoint(roots) and not of_gradients.isdisjoint(roots)
+        for eqn in raw.eqns
+        if (roots := {raw.root(value) for value in eqn.ins})
+    )
     updates = {draft.at for draft in net.layers if draft.op in OPTIMIZERS} if gradients and not goes_on else set[int]()
-    late = phases.late = updates - after - before
+    late = updates - after - before
     behind_late = reach(late, readers_of)
+
     for draft in net.layers:
         if draft.at in gathers and draft.at in before:
             phases.of[draft.at] = "parameters"
         elif draft.at in gradients or draft.at in again:
             phases.of[draft.at] = "backward"
-        elif draft.at in after:
+        elif draft.at in after and (draft.at not in layers or draft.at in sums):
             phases.of[draft.at] = "optimizer"
-        elif draft.at in before or draft.at in layers:
+        elif draft.at in before or draft.at in layers:  # also of a second network, behind the update of the first
             phases.of[draft.at] = "forward"
             row = phases.row_of[draft.at] = Row(draft)
             phases.rows.append(row)
@@ -91,83 +114,102 @@ def phases_of(net: Net) -> Phases:
         phases.gathers[draft.at] = list({row.draft.at: row for row in rows}.values())
         for row in rows[:1] if draft.weights else ():
             row.gathered.append(draft)
-    parts = {draft.at for draft in net.layers if draft.weights and phases.of[draft.at] == "optimizer"} - after
+
+    # Which of what is after the gradients has a box: what makes a new state of them. The rest is glue.
+    shapes = {name: raw.values[number].shape for name, number in zip(raw.output_names, raw.outputs, strict=True)}
+    makes_state = {d.at for d in net.layers if any(name not in results or shapes[name] for name in d.outputs)}
+    leads_to_state = reach(makes_state, {at: read for at, read in sources.items() if at not in phases.row_of})
+    of_params = {draft.at for draft in net.layers if not params.isdisjoint(draft.weights)} - after
+    parts = {at for at in of_params if phases.of[at] == "optimizer"}
     for draft in (draft for draft in net.layers if phases.of[draft.at] == "optimizer"):
-        # What hands gradients on to an optimizer reads no parameters and returns no new state, or is a collective. An
-        # optimizer of shares reads a part of a param, and what it returns may be gathered.
-        reads_part = not parts.isdisjoint(sources.get(draft.at, ()))
-        hands_on = draft.at in after and not draft.weights and all(name in results for name in draft.outputs)
-        hands_on = hands_on and not (draft.op in OPTIMIZERS and reads_part)
-        if late and draft.at not in late:  # into the state, out of it, or a choice behind the update
-            hands_on = True
-        (phases.glue if draft.op in COLLECTIVES or hands_on else phases.optimizers).append(draft)
-        if draft.at in late:
+        is_given = draft.at in after or draft.at in late
+        if draft.op in OPTIMIZERS:
+            # One that transforms gradients for another, as by clipping, reads no parameters and returns no new state.
+            # An optimizer of shares reads a part of a param, and what it returns may be gathered.
+            reads_part = not parts.isdisjoint(sources.get(draft.at, ()))
+            returns = draft.weights or any(name not in results for name in draft.outputs) or reads_part
+            is_glue = is_given and not returns
+        else:
+            # A schedule is given no gradient. What skips a step chooses between what there is already. A norm that is
+            # only reported makes no new state.
+            is_own = draft.op == COMPRESSION or draft.weights or any(name not in results for name in draft.outputs)
+            is_glue = not (is_given and is_own and _computes_with(raw, draft, of_gradients))
+        is_glue |= draft.op in COLLECTIVES or draft.at not in leads_to_state
+        is_glue |= bool(late) and draft.at not in late  # into the state, out of it, or a choice behind the update
+        (phases.glue if is_glue else phases.optimizers).append(draft)
+        if draft.at in late and not is_glue:
             draft.detail = ", ".join(filter(None, (draft.detail, "of earlier gradients")))
-    glue = {draft.at for draft in phases.glue} & after
+    glue = {draft.at: phases.given.get(draft.at, set[int]()) for draft in phases.glue}
+    phases.late = late - glue.keys()
+    handed_on = set[int]().union(*glue.values())
     for row in phases.rows if late else ():
-        if not all(glue.isdisjoint(readers_of.get(draft.at, ())) for draft in row.backward):
+        if any(draft.at in handed_on for draft in row.backward):
             phases.waiting.append(row.draft.at)
-    closed = [draft for draft in phases.optimizers if _is_condition(net.raw, draft)]
-    for draft in phases.optimizers if closed else ():
-        behind = reach([draft.at], readers_of) if _is_update(draft) else set[int]()
-        phases.conditions |= {one.at: draft.at for one in closed if one.at in behind}
-    # A metric may pass a sum over the devices, which packs it with others. So its layers are all that reach the sum.
-    updated = {draft.at for draft in phases.optimizers}
-    above = {at: {} if at in phases.row_of or at in updated else read for at, read in sources.items()}
-    for draft in net.layers:
-        for name in (name for name in draft.outputs if name in results):
-            rows = [at for at in reach([draft.at], above) if phases.of.get(at) == "forward" and at in phases.row_of]
-            is_loss = draft.at in phases.row_of or draft.op == "Loss"
-            shown = results[name] or ("loss" if is_loss else name)
-            if rows:
-                phases.metrics[name if shown in phases.metrics else shown] = sorted(rows)
-    phases.metrics = dict(
-        sorted(phases.metrics.items(), key=lambda metric: metric[0] != "loss")
-    )  # the loss comes first
+
+    # What follows an update, and is given no gradient by another way: a condition, a running mean of the params.
+    for draft in phases.optimizers:
+        ends = reach(phases.given.get(draft.at, ()), glue) - glue.keys()
+        last = [one for one in phases.optimizers if one.at in ends and changes_params(one, params)]
+        if last and (_is_condition(raw, draft) or (draft.op not in OPTIMIZERS and ends.isdisjoint(gradients))):
+            phases.follows[draft.at] = last[-1].at
+            read = {raw.root(value) for _, target, value in net.edges if target == draft.at} & of_gradients
+            phases.beside |= {draft.at} if not read.isdisjoint(map(raw.root, raw.outputs)) else set[int]()
+
+    trained = [row.draft for row in phases.rows if row.backward]
+    losses = {draft.at for draft in trained if draft.op == "Loss" or draft is trained[-1]}
+    forward = {row.draft.at: row.draft for row in phases.rows}
+    phases.metrics = metrics_of(net, forward, losses, phases.row_of.keys() | {one.at for one in phases.optimizers})
     return phases
 
 
-def close_conditions(net: Net) -> None:
-    """Close each condition that only reads what an optimizer has updated, such as the mean of the params of a round.
+def _of_gradients(raw: Raw) -> set[int]:
+    """The values that are gradients or are computed from them.
 
-    It is called by the scope directly around it, where that holds nothing else. Steps in it may be in modules too.
+    Whether a gradient is finite, one bool, is none of them. So a step that is skipped by it hands no gradient on there.
     """
-    readers_of = readers(net.sources())
-    updates = {draft.at for draft in net.layers if _is_update(draft)}
-    # What skips a step for a NaN, behind all else, reads the condition too.
-    goals = {draft.at for draft in net.layers if draft.op.endswith(BACKWARD) or draft.op in OPTIMIZERS}
-    places: dict[int, int] = {}  # of each draft in a condition, how many scopes are around the condition
-    held, all_held = Counter[Scope](), Counter[Scope]()  # the drafts in conditions, and all, by the names around them
-    for draft in net.layers:
-        at = next((at for at, part in enumerate(draft.scope) if part.is_region and part.name.startswith("cond")), None)
-        names = {part.numbered(1) for part in draft.scope}
-        all_held.update(names)
-        if at is not None:
-            places[draft.at] = at
-            held.update(names)
-    groups: dict[Path, list[Draft]] = {}
-    for draft in (draft for draft in net.layers if draft.at in places):
-        *_, name = (Scope(""), *draft.scope[: places[draft.at]])
-        name = name.numbered(1)
-        is_named = not name.is_region and 0 < held[name] == all_held[name]
-        path = (name,) if is_named else draft.scope[: places[draft.at] + 1]
-        groups.setdefault(path, []).append(draft)
-    closed: list[tuple[tuple[Path, bool], list[Draft]]] = []
-    for path, drafts in groups.items():
-        ats = {draft.at for draft in drafts}
-        is_last = goals.isdisjoint(reach(ats, readers_of) - ats)
-        if is_last and not ats.isdisjoint(reach(updates - ats, readers_of)):
-            around = common_prefix(draft.scope[: places[draft.at]] for draft in drafts)
-            outside = tuple(part for part in around if part.numbered(1) != path[-1])
-            closed.append((((*outside, path[-1]), False), drafts))
-    close_groups(net, closed)
+    found, count_before = set[int](), -1
+    while count_before < len(found):  # more than once where a loop reads what comes later
+        count_before = len(found)
+        for eqn in raw.eqns:
+            if eqn.backward or any(raw.root(value) in found for value in eqn.ins):
+                found.update(out for out in eqn.outs if (raw.values[out].dtype, raw.values[out].shape) != ("bool", ()))
+    return found
+
+
+def _computes_with(raw: Raw, draft: Draft, values: Set[int]) -> bool:
+    """Whether a draft computes something from these values, and does not only show or choose some of them."""
+    eqns = (raw.eqns[number] for number in draft.eqns)
+    return any(
+        not values.isdisjoint(map(raw.root, eqn.ins))
+        for eqn in eqns
+        if not eqn.view and not (eqn.prim in ("select_n", "cond") and raw.of(eqn.ins[0]).shape == ())
+    )
+
+
+def _computed_before(net: Net, again: Set[int], known: Set[int]) -> set[int]:
+    """The layers that remat computes again with all before them, so that no gradient reads them.
+
+    They are known by the lines that both come from.
+    """
+    raw = net.raw
+
+    def steps(draft: Draft) -> set[tuple[object, ...]]:
+        eqns = (raw.eqns[number] for number in draft.eqns)
+        return {(e.prim, *(frame.call for frame in raw.own_stack(e)[-3:])) for e in eqns if not (e.view or e.backward)}
+
+    missing, elsewhere = set[tuple[object, ...]](), [draft for draft in net.layers if draft.at not in known]
+    for draft in net.layers if again and elsewhere else ():
+        missing |= steps(draft) if draft.at in again else set[tuple[object, ...]]()
+    for draft in net.layers if missing else ():
+        missing -= steps(draft) if draft.at in known - again else set[tuple[object, ...]]()
+    return {draft.at for draft in elsewhere if not missing.isdisjoint(steps(draft))}
 
 
 def _is_condition(raw: Raw, draft: Draft) -> bool:
     return draft.layers > 1 and any(raw.eqns[number].prim == "cond" for number in draft.eqns)
 
 
-def _is_update(box: Draft | StepLayer) -> bool:
+def is_update(box: Draft | StepLayer) -> bool:
     return style.is_update(Node(box.op, box.op, box.detail))
 
 
@@ -176,7 +218,7 @@ def changes_params(box: Draft | StepLayer, params: Set[int] | Set[str]) -> bool:
 
     The codes of compressed gradients, in kind "sharded" an array for each gradient, read no params.
     """
-    return _is_update(box) and (box.op in OPTIMIZERS or not params.isdisjoint(box.weights))
+    return is_update(box) and (box.op in OPTIMIZERS or not params.isdisjoint(box.weights))
 
 
 def _gathers(net: Net, sources: Mapping[int, Iterable[int]], readers_of: Mapping[int, Iterable[int]]) -> set[int]:
@@ -192,30 +234,6 @@ def _gathers(net: Net, sources: Mapping[int, Iterable[int]], readers_of: Mapping
         for wires in (sources, readers_of)
     )
     return set[int]().union(*around)
-
-
-def _results(raw: Raw) -> dict[str, str]:
-    """The results that are no new state, and how each is called: "loss" for "output[1]['loss']", "" for "output[2]".
-
-    A new state has the path below its argument, the shape and the dtype of an old one.
-    """
-    old = {
-        (value.name.removeprefix(value.argument), value.shape, value.dtype)
-        for value in raw.values
-        if value.kind in ("weight", "input")
-    }
-    results: dict[str, str] = {}
-    for name, number in zip(raw.output_names, raw.outputs, strict=True):
-        value = raw.values[number]
-        tails = name.removeprefix("output"), _ARGUMENT.sub("", name)
-        if not any((tail, value.shape, value.dtype) in old for tail in tails):
-            keys = _KEY.findall(name)
-            results[name] = "".join(keys[-1]) if keys else ""
-    return results
-
-
-_ARGUMENT = re.compile(r"^output(\[\d+\])?")
-_KEY = re.compile(r"\['([^']+)'\]|\.(\w+)")
 
 
 def _add_backward(net: Net, phases: Phases) -> None:
@@ -245,7 +263,8 @@ def _computed_again(net: Net, phases: Phases, again: Draft, sources: dict[int, s
         return {(stack[-1].file, stack[-1].line) for stack in stacks if stack}
 
     at_lines = lines(again)
-    rows = [row for row in phases.rows if row.draft.op == again.op and not at_lines.isdisjoint(lines(row.draft))]
+    rows = [row for row in phases.rows if not at_lines.isdisjoint(lines(row.draft))]
+    rows = [row for row in rows if row.draft.op == again.op] or rows
     if again.weights:
         return next((row for row in rows if not set(row.draft.weights).isdisjoint(again.weights)), None)
     reads = {phases.row_of[at].draft.at if at in phases.row_of else at for at in sources.get(again.at, ())}

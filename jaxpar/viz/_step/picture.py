@@ -271,8 +271,10 @@ class _Drawing:
         params = {weight for layer in self.graph.layers for weight in layer.weights}
         known = [one for one in updates if changes_params(one, params)] or list(updates)
         self.known = {one.name for one in known}
-        # A condition behind an update, such as the mean of the params every few steps, has a box of its own above it.
-        self.behind = {edge.target: edge.source for edge in self.graph.edges if edge.phase == "optimizer"}
+        # What follows an update, such as the mean of the params every few steps, has a box of its own above it.
+        follow = [edge for edge in self.graph.edges if edge.phase in ("optimizer", "elsewhere")]
+        self.behind = {edge.target: edge.source for edge in follow}
+        self.beside = {edge.target for edge in follow if edge.phase == "elsewhere"}  # it leaves the params as they are
         others = [one for one in updates if one not in known and one.name not in self.behind]
         taken = [(self.results_y, size(self.results)[1])] if self.results else []
         self.optimizers: dict[str, tuple[list[Line], float]] = {}  # by name: lines, the middle of the box
@@ -284,7 +286,9 @@ class _Drawing:
             lines = layer_lines(first, first.forward, self.options, backward=False)
             if len(layers) > 1:
                 kinds = list(dict.fromkeys(own_name(Node(one.name, one.op)) or one.op for one in layers))
-                lines = [(cut(kinds[0]), "big"), (cut(", ".join(kinds[1:])), "plain")]
+                lines = [
+                    (cut(text), kind) for text, kind in ((kinds[0], "big"), (", ".join(kinds[1:]), "plain")) if text
+                ]
             lines += [line for one in layers for line in self._sent("optimizer", (one.name,))]
             names = {one.name for one in layers}
             ys = [self.rows[e.source].y for e in self.graph.edges if e.phase == "gradients" and e.target in names]
@@ -485,7 +489,8 @@ class _Drawing:
                 points = [(x, first_y + up * size(first)[1] / 2), (x, y - up * size(lines)[1] / 2)]
                 yield line(self.behind[name], name, points, tooltip="updated by each device")
             is_last = name in self.behind or (name in self.known and any(target == name for _, target in ways))
-            if is_last and name not in self.behind.values():
+            followed = {update for follower, update in self.behind.items() if follower not in self.beside}
+            if is_last and name not in followed | self.beside:
                 yield from self._return(name, y)
         # Gradients that are summed go into the wall, each beside its layer, and come out of it as one arrow.
         for name, row in self.sent.items():
@@ -505,17 +510,17 @@ class _Drawing:
             y = self.optimizers[target][1]
             start = self._right("gradients"), min(max(y, self.wall[0] + 8), self.wall[1] - 8)
             end, look = (self._left("optimizer"), y), {"color": _SENT, "penwidth": 1.5}
-            if target not in targets and self._is_sent(target):  # the codes of compressed gradients
+            if target not in targets and any(self._is_sent(one) for one in self.boxes[target]):
                 yield line(target, "sums", (end, start), tooltip="prepares what is sent", **look)
             else:
                 yield curve("sums", target, start, end, 0.0, **look)
 
-    def _is_sent(self, name: str) -> bool:
-        """Whether what a box of the network computes goes into a collective."""
+    def _is_sent(self, layer: StepLayer) -> bool:
+        """Whether what a layer computes goes into a collective, as the codes of gradients do."""
         on: dict[str, list[str]] = {}
         for edge in self.network.edges:
             on.setdefault(edge.source, []).append(edge.target)
-        return any(self.network[target].op in SENT for target in reach([name], on))
+        return any(self.network[target].op in SENT for target in reach([layer.name], on))
 
     def _return(self, name: str, y: float) -> Iterator[str]:
         """The updated parameters, back to the band below everything."""

@@ -22,15 +22,16 @@ class Placing:
 
     def __init__(self, places: Places) -> None:
         self.program, self.places, self.phases = places.program, places, places.phases
+        self._sources = places.net.sources()
         self._glue = {draft.at for draft in self.phases.glue}
         self._optimizers = {draft.at for draft in self.phases.optimizers}
         # Collectives behind an update send new params, and no gradients.
-        self._after_update = {condition: condition for condition in self.phases.conditions}
+        self._after_update = {follower: follower for follower in self.phases.follows}
         params = {weight for row in self.phases.rows for each in (row.draft, *row.gathered) for weight in each.weights}
-        behind_of = readers(places.net.sources())
+        self._behind_of = readers(self._sources)
         for draft in self.phases.optimizers:
             if changes_params(draft, params):
-                behind = reach([draft.at], behind_of) & self._glue
+                behind = reach([draft.at], self._behind_of) & self._glue
                 self._after_update |= dict.fromkeys(behind, draft.at)
         self._readers = readers_of_parameters(places.net, (row.draft for row in self.phases.rows))
 
@@ -38,6 +39,8 @@ class Placing:
         """The collective, with its phase and its layers."""
         instruction = send.instruction
         phase, layers = self._where(instruction)
+        if phase == "gradients":
+            layers = [layer for at in layers for layer in self.phases.whose_gradients(at, self._sources)]
         along = self._metrics(instruction) if phase == "gradients" else ()
         file, line = instruction.frames[-1] if instruction.frames else ("", 0)
         return Collective(
@@ -63,18 +66,23 @@ class Placing:
             after = self._near([(instruction.name, number if instruction.is_tuple else None)], back=False)
             if {phase for _, phase in after} & {"forward", "elsewhere", "result"}:
                 ats |= {at for at, phase in self._near([(name, None)], back=True) if phase in ("forward", "elsewhere")}
-        net, row_of = self.places.net, self.phases.row_of
-        above = {at: set[int]() if at in row_of else read for at, read in net.sources().items()}
+        row_of = self.phases.row_of
+        above = {at: set[int]() if at in row_of else read for at, read in self._sources.items()}
         layers = reach(ats, above)
         return [name for name, rows in self.phases.metrics.items() if layers.intersection(rows)]
 
     def _where(self, instruction: Instruction) -> tuple[Phase, list[int]]:
         """Where most of the bytes go that are sent together, and the layers of all that go there."""
         at = self.places.draft_at.get(instruction.name)
+        if {array.dtype for array in instruction.arrays} == {"pred"}:  # whether something is finite, and no gradient
+            return "elsewhere", []
         if at is not None and at in self._after_update:
             return "optimizer", [self._after_update[at]]
         if at is not None and at in self._glue:
-            return "gradients", self._summed(instruction, at)
+            layers = self._summed(instruction, at)
+            if layers or not self._is_alone(instruction, at):
+                return "gradients", layers
+            return self._of_metric(at)
         if at is not None and at in self.phases.gathers:
             return "parameters", [row.draft.at for row in self.phases.gathers[at]]
         ways: dict[Phase, tuple[int, list[int]]] = {}
@@ -85,7 +93,25 @@ class Placing:
         if not ways:
             return "elsewhere", []
         phase = max(ways, key=lambda phase: ways[phase][0])
+        if phase == "elsewhere" and at is not None:
+            return self._of_metric(at)
         return phase, sorted(ways[phase][1])
+
+    def _is_alone(self, instruction: Instruction, at: int) -> bool:
+        """Whether a collective sends what its equation does, and the compiler has joined no other one with it."""
+        raw = self.places.net.raw
+        eqns = (raw.eqns[number] for draft in self.places.net.layers if draft.at == at for number in draft.eqns)
+        sent = {value for eqn in eqns if not eqn.view for value in eqn.ins}
+        return sum(raw.values[value].bytes for value in sent) == sum(
+            self.program[name].bytes for name in instruction.operands
+        )
+
+    def _of_metric(self, at: int) -> tuple[Phase, list[int]]:
+        """The last layer before what is sent for the results alone: the loss, or whether all gradients are finite."""
+        row_of = self.phases.row_of
+        above = {target: read for target, read in self._sources.items() if target not in row_of}
+        rows = [row_of[end].draft.at for end in reach([at], above) if self.phases.of.get(end) == "forward"]
+        return ("forward", [max(rows)]) if rows else ("elsewhere", [])
 
     def _way(
         self, instruction: Instruction, draft: int | None, name: str, number: int | None
@@ -158,8 +184,12 @@ class Placing:
     def _behind(self, glue: int) -> list[int]:
         """The layers whose gradients reach what hands them on."""
         row_of = self.phases.row_of
-        sources = {at: read for at, read in self.places.net.sources().items() if at not in row_of}
-        return sorted({row_of[at].draft.at for at in reach([glue], sources) if at in row_of})
+        sources = {at: given for at, given in self.phases.given.items() if at not in row_of}
+        reached = reach([glue], sources)
+        if not self.phases.late.isdisjoint(reach([glue], self._behind_of)) and len(reached) == 1:
+            return self.phases.waiting  # the gradients of an earlier step, which the state has
+        ends = (at for at in reached if self.phases.of.get(at) == "backward" and at in row_of)
+        return sorted({row_of[at].draft.at for at in ends})
 
     def _near(self, start: list[Value], *, back: bool) -> list[tuple[int, str]]:
         """The nearest layers in one direction, each with its phase.

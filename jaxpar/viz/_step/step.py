@@ -29,10 +29,11 @@ from .._program.hlo import Program, program_of
 from .._program.memory import StepMemory, memory_of
 from .._program.sends import sends_of
 from .._trace import all_layers, close
+from .closing import close_conditions, name_parts
 from .edges import arguments_of, device_count, edges_of, mesh_of
 from .gathered import read_as_params
 from .graph import StepGraph, StepLayer, StepPart
-from .phases import Row, close_conditions, phases_of
+from .phases import Row, phases_of
 from .places import Places
 from .profile import Profile, check_profile, seconds_of
 from .sent import Placing
@@ -293,6 +294,7 @@ def _traced(
         raise _failure(step, args, "traced", error) from error
     read_as_params(raw)
     net = all_layers(raw, repeats, rules)
+    name_parts(net)
     close_conditions(net)
     return net
 

@@ -34,10 +34,11 @@ def weights_text(layer: StepLayer, arguments: Iterable[StepArgument]) -> list[Li
 def layer_lines(layer: StepLayer, part: StepPart, options: Options, *, backward: bool) -> list[Line]:
     """The lines of a box. A layer is called as in `plot_network`."""
     name = own_name(Node(layer.name, layer.op, layer.detail, scope=layer.scope))
+    op = "on a condition" if layer.op == "cond" else layer.op
     if backward:
         texts = [name or layer.op, "backward"]
     else:
-        texts = [name, f"{layer.op} {layer.detail}".strip()] if name else [layer.op, layer.detail]
+        texts = [name, f"{op} {layer.detail}".strip()] if name else [op, layer.detail]
     lines = [(cut(text), "plain" if number else "big") for number, text in enumerate(texts)]
     heat, by_memory = options.heat, options.height == "memory" or options.heat == "memory"
     if heat == "seconds" and part.seconds is not None:

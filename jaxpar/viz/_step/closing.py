@@ -1,0 +1,70 @@
+"""What of a step is named or closed from the beginning: parts of jaxpar's own step, conditions behind an update."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from .._fold.calls import OPTIMIZERS
+from .._fold.cells import COLLECTIVES
+from .._graph import BACKWARD
+from .._layout.collapse import close_groups
+from .._layout.net import Draft, Net
+from .._scopes import Path, Scope, common_prefix
+from .._searches import reach, readers
+from .phases import COMPRESSION, is_update
+
+
+def name_parts(net: Net) -> None:
+    """Call parts of jaxpar's own step what they are for readers, and not as their functions are called."""
+    for draft in (draft for draft in net.layers if draft.op not in COLLECTIVES | OPTIMIZERS):
+        own = (frame for number in draft.eqns for frame in net.raw.own_stack(net.raw.eqns[number]))
+        frames = {(frame.file.partition("/")[0], frame.name) for frame in own if frame.package == "jaxpar"}
+        if any(room == "compression" for room, _ in frames):
+            draft.op, draft.detail, draft.name, draft.path = COMPRESSION, "", "", ()
+        elif ("_store", "with_tables") in frames:
+            draft.op = "rows into a table"
+
+
+def close_conditions(net: Net) -> None:
+    """Close each condition that only reads what an optimizer has updated, such as the mean of the params of a round.
+
+    It is called by the scope directly around it, where that holds nothing else. Steps in it may be in modules too.
+    """
+    readers_of = readers(net.sources())
+    updates = {draft.at for draft in net.layers if is_update(draft)}
+    # What skips a step for a NaN, behind all else, reads the condition too.
+    goals = {draft.at for draft in net.layers if draft.op.endswith(BACKWARD) or draft.op in OPTIMIZERS}
+    places: dict[int, int] = {}  # of each draft in a condition, how many scopes are around the condition
+    held, all_held = Counter[Scope](), Counter[Scope]()  # the drafts in conditions, and all, by the names around them
+    for draft in net.layers:
+        at = next((at for at, part in enumerate(draft.scope) if _is_condition(part)), None)
+        names = {part.numbered(1) for part in draft.scope}
+        all_held.update(names)
+        if at is not None:
+            places[draft.at] = at
+            held.update(names)
+    groups: dict[Path, list[Draft]] = {}
+    for draft in (draft for draft in net.layers if draft.at in places):
+        *_, name = (Scope(""), *draft.scope[: places[draft.at]])
+        name = name.numbered(1)
+        is_named = not name.is_region and 0 < held[name] == all_held[name]
+        path = (name,) if is_named else draft.scope[: places[draft.at] + 1]
+        groups.setdefault(path, []).append(draft)
+    closed: list[tuple[tuple[Path, bool], list[Draft]]] = []
+    for path, drafts in groups.items():
+        ats = {draft.at for draft in drafts}
+        is_last = goals.isdisjoint(reach(ats, readers_of) - ats)
+        if is_last and not ats.isdisjoint(reach(updates - ats, readers_of)):
+            around = common_prefix(draft.scope[: places[draft.at]] for draft in drafts)
+            outside = tuple(part for part in around if part.numbered(1) != path[-1])
+            closed.append((((*outside, path[-1]), False), drafts))
+    kinds = {drafts[0].at: [d.detail if d.op == "Activation" else d.op for d in drafts] for _, drafts in closed}
+    close_groups(net, closed)
+    for draft in net.layers:  # one that no scope names says what it does
+        if draft.op == "cond" and draft.layers > 1 and draft.at in kinds:
+            draft.detail = ", ".join(kind for kind in dict.fromkeys(kinds[draft.at]) if kind != "cond")
+
+
+def _is_condition(scope: Scope) -> bool:
+    """Whether it is a `cond`, which may say what it computes: "cond: average"."""
+    return scope.is_region and scope.name.partition(":")[0] == "cond"
