@@ -82,8 +82,9 @@ def _with_sums_once(program: Program, counts: Sequence[int], done: Done) -> tupl
         (result,) = eqn.outvars
         of_its_size = [v for v in _variables(eqn.invars) if _size(v) == _size(result)]
         read = tuple(dict.fromkeys(array for v in of_its_size for array in arrays.get(v, (v,))))
-        # Each reader reads all of them. Or they are read once, and the value is written and read by each.
-        if readers[result] * len(read) <= len(read) + 1 + readers[result]:
+        # Each reader reads all of them. Or they are read once, and the value is written and read by each. Of two arrays
+        # that saves little, and the smallest steps would wait for one loop more.
+        if len(read) <= 2 or readers[result] * len(read) <= len(read) + 1 + readers[result]:
             arrays[result] = read[:_MOST]
             continue
         computed = Var(result.aval)
