@@ -210,7 +210,7 @@ def all_rows() -> list[Row]:
         rows += [Row("large MLP", 128, n, optimizer) for optimizer in ("SGD", "Adam")]
         rows += [Row("ResNet", size, n, "momentum") for size in (2, 32)]
         rows += [Row("transformer", size, n, "Adam") for size in (2, 16)]
-        rows += [Row("deep ResNet", 32, n, "momentum"), Row("deep transformer", 16, n, "Adam")]
+        rows += [Row("deep ResNet", 32, n, "Adam"), Row("deep transformer", 16, n, "Adam")]
     return rows
 
 

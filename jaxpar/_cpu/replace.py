@@ -131,12 +131,15 @@ def _with(function: Callable[..., Any], rewrite: Callable[[Program], Program]) -
 # Bytes of a block, and of the largest one that the library keeps. Of 4 to 30 MB, 12 touched the fewest new pages
 # (benchmarks/NOTES.md).
 _USUAL, _MOST = 12_000_000, 30_000_000
+# Bytes of all values of a program above which one device takes one block, which goes and comes back. XLA's threads take
+# turns at its steps, and each keeps blocks: up to 1 GB for this many. Several devices have a thread each.
+_MOST_ALONE = 4_000_000_000
 
 
-def in_blocks(jaxpr: Program) -> dict[str, int] | None:
+def in_blocks(jaxpr: Program, is_alone: bool = False) -> dict[str, int] | None:
     """Options of the compiler for a program, by which each value has room in a block.
 
-    None where one block for all values is kept, or none for the largest.
+    None where one block for all values is kept, or none for the largest, or where one device would keep too many.
     """
     # XLA warns of a value that is larger than a block.
     block, total, work = _USUAL, 0, [jaxpr]
@@ -150,4 +153,5 @@ def in_blocks(jaxpr: Program) -> dict[str, int] | None:
             for aval in [v.aval for v in eqn.outvars if hasattr(v.aval, "shape")]:
                 size = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 8)
                 block, total = max(block, size), total + size
-    return {"xla_multiheap_size_constraint_per_heap": block} if block <= _MOST < total else None
+    is_kept = block <= _MOST < total and not (is_alone and total > _MOST_ALONE)
+    return {"xla_multiheap_size_constraint_per_heap": block} if is_kept else None

@@ -1,4 +1,4 @@
-"""A step over several CPU devices has its intermediate values in blocks that the C library keeps: the same bits."""
+"""A step on CPUs has its intermediate values in blocks that the C library keeps: the same bits."""
 
 import functools
 import os
@@ -73,7 +73,7 @@ def test_a_step_has_the_same_bits_in_blocks_and_xla_does_not_warn(engine, capfd,
     program, *_ = step._prepare(state, None)
     assert program.one not in program._in_blocks.values()
     assert capfd.readouterr().err == ""
-    monkeypatch.setattr(programs, "in_blocks", lambda jaxpr: None)
+    monkeypatch.setattr(programs, "in_blocks", lambda *args: None)
     assert trained(engine)[2] == found
 
 
@@ -107,9 +107,7 @@ def test_xla_takes_several_blocks_in_place_of_one():
 
 
 @pytest.mark.slow
-def test_one_device_and_other_programs_around_a_step_take_memory_as_it_comes():
-    step, state, _ = trained("shard_map", 1)
-    assert not step._prepare(state, None)[0]._in_blocks
+def test_programs_around_a_step_take_memory_as_it_comes():
     step, state, _ = trained("shard_map")
     once, _ = step(state, {"x": np.ones((4, 3), np.float32)})
     step, state, _ = trained("shard_map")
@@ -117,10 +115,20 @@ def test_one_device_and_other_programs_around_a_step_take_memory_as_it_comes():
     np.testing.assert_allclose(inside.params["narrow"], once.params["narrow"], rtol=1e-6)
 
 
+def test_one_device_keeps_blocks_of_less_than_a_large_program():
+    jaxpr = jax.make_jaxpr(lambda x: lax.fori_loop(0, 3, lambda i, x: jnp.sin(jnp.cos(x)), x))(jnp.ones(4 * MB))
+    assert in_blocks(jaxpr, is_alone=True) is None  # 8 MB: the library keeps one block
+    x = jax.ShapeDtypeStruct((12 * MB,), jnp.float32)
+    for count, is_kept in ((100, True), (400, False)):
+        jaxpr = jax.make_jaxpr(lambda x, count=count: functools.reduce(lambda x, _: jnp.sin(x), range(count), x))(x)
+        assert in_blocks(jaxpr) == {OPTION: 12_000_000}
+        assert (in_blocks(jaxpr, is_alone=True) is not None) == is_kept
+
+
 NEW_PAGES = """
-import resource
+import resource, sys
 from jaxpar import parallel, train
-parallel.use_cpu_devices(2)
+parallel.use_cpu_devices(int(sys.argv[1]))
 import jax.numpy as jnp, numpy as np, optax
 
 def loss(params, batch):  # twelve values of 8 MB, forward and backward
@@ -146,7 +154,9 @@ print(sorted(pages() for _ in range(15))[8])
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the GNU C library keeps blocks")
-def test_a_step_over_devices_touches_no_new_pages():
+@pytest.mark.parametrize("devices", ["1", "2"])
+def test_a_step_touches_no_new_pages(devices):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "MALLOC", "GLIBC"))}
-    done = subprocess.run([sys.executable, "-c", NEW_PAGES], env=clean, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", NEW_PAGES, devices]
+    done = subprocess.run(command, env=clean, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 1_000

@@ -264,8 +264,8 @@ class JointProgram:
         self.number = number
 
         # On CPUs the C library keeps blocks of memory from step to step, if no value of the program needs a larger one.
-        # With a block for each value one device takes half as much memory again, several take hardly more.
-        self._has_blocks = platform == "cpu" and len(mesh.local_devices or ()) > 1 and keep_freed_blocks()
+        self._has_blocks = platform == "cpu" and keep_freed_blocks()
+        self._is_alone = len(mesh.local_devices or ()) == 1
         self._in_blocks: dict[tuple[Any, ...], Any] = {}  # the program to run, by the shapes of a batch
 
         # 5. The end of training.
@@ -290,7 +290,7 @@ class JointProgram:
             if shapes not in self._in_blocks:
                 if len(self._in_blocks) == _MOST_SHAPES:
                     del self._in_blocks[next(iter(self._in_blocks))]  # the one made first
-                options = in_blocks(run.trace(*args).jaxpr)
+                options = in_blocks(run.trace(*args).jaxpr, self._is_alone)
                 with_blocks = jax.jit(run.__wrapped__, donate_argnums=0, compiler_options=options)
                 self._in_blocks[shapes] = with_blocks if options else run
             run = self._in_blocks[shapes]
