@@ -30,10 +30,11 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
 
     Args:
         n: the number of devices, 1 to 4,096. They share the cores of the machine.
-        keep_memory: whether the process keeps freed memory for the next step. On one device, a step whose intermediate
-            values take more than 32 MB is then 1.1 to 1.4 times as fast, and the process takes up to three times as
-            much memory. On several devices a step keeps most of it anyway. The option needs the GNU C library, as on
-            most Linux systems. After the first use of JAX it has no effect.
+        keep_memory: whether the process keeps all freed memory for the next step. A step keeps most of it anyway: not
+            values of more than 30 MB, as the gradient of a large table, and on one device not the values of a model
+            for which they take more than 4 GB in all. Such a step is then 1.1 to 4 times as fast, and the process
+            takes up to three times as much memory. The option needs the GNU C library, as on most Linux systems.
+            After the first use of JAX it has no effect.
 
     Raises:
         RuntimeError: JAX already runs with other devices.
