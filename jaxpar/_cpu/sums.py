@@ -8,7 +8,6 @@ once. With jax 0.10 XLA drops the barrier before it decides, and nothing changes
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -32,8 +31,6 @@ _CALLS = frozenset("jit pjit checkpoint remat remat2 closed_call core_call custo
 Arrays = tuple[Hashable, ...]
 _MOST = 8  # arrays of a value that are told apart. That many decide, and a sum of a thousand takes no longer
 
-Done = dict[Hashable, tuple[Program, list[Arrays], Program]]
-
 
 def _written(x: jax.Array, place: Place) -> jax.Array:
     return lax.optimization_barrier(x)
@@ -44,84 +41,107 @@ written_p = make(lax.copy_p, _written)  # the same numbers. On CPUs they are in 
 
 def sums_once(program: Program) -> Program:
     """A jaxpr, open or closed, in which each value is written that is cheaper to read than to compute again."""
-    return _alone(program, {})
+    return _Rewriting().alone(program)
 
 
-def _alone(program: Program, done: Done) -> Program:
-    """The same for a program whose inputs are in memory, such as the body of a loop."""
-    return _with_sums_once(program, [1] * len(_opened(program).invars), done)[0]
+class _Rewriting:
+    """The programs of one function that are rewritten so far. One object stays one in all its places."""
 
+    def __init__(self) -> None:
+        self.template: JaxprEqn = jax.make_jaxpr(written_p.bind)(0.0).eqns[0]
+        # By the identity of a program, which is held with what is known of it.
+        self.done: dict[tuple[int, tuple[int, ...]], tuple[Program, list[Arrays], Program]] = {}
+        self.counted: dict[int, tuple[Counter[Var], Program]] = {}
 
-def _with_sums_once(program: Program, counts: Sequence[int], done: Done) -> tuple[Program, list[Arrays]]:
-    """The new program, and the arrays of each result.
+    def alone(self, program: Program) -> Program:
+        """The new program of one whose inputs are in memory, such as the body of a loop."""
+        return self.rewrite(program, [1] * len(_opened(program).invars))[0]
 
-    Args:
-        program: the jaxpr.
-        counts: of how many arrays each input is computed. Those of input i are `(i, 0)`, `(i, 1)`, ...
-        done: the programs that are made already. One object stays one in all its places.
-    """
-    key = id(program), tuple(counts)
-    if key in done:
-        new, results, _ = done[key]
+    def rewrite(self, program: Program, counts: Sequence[int]) -> tuple[Program, list[Arrays]]:
+        """The new program, and the arrays of each result.
+
+        `counts`: of how many arrays each input is computed. Those of input i are `(i, 0)`, `(i, 1)`, ...
+        """
+        key = id(program), tuple(counts)
+        if key in self.done:
+            new, results, _ = self.done[key]
+            return new, results
+        opened, readers = _opened(program), self.readers(program)
+        arrays: dict[Var, Arrays] = {v: tuple((i, k) for k in range(counts[i])) for i, v in enumerate(opened.invars)}
+        eqns: list[JaxprEqn] = []
+        for number, eqn in enumerate(opened.eqns):
+            if eqn.primitive.name in _CALLS:
+                eqn, of_results = self.call(eqn, number, arrays)
+            elif eqn.primitive.name in _CHEAP:
+                (result,) = eqn.outvars
+                of_its_size = [v for v in _variables(eqn.invars) if _size(v) == _size(result)]
+                of_results = [tuple(dict.fromkeys(array for v in of_its_size for array in arrays.get(v, (v,))))]
+            else:
+                eqn, of_results = with_programs(eqn, self.alone), [(v,) for v in eqn.outvars]
+            computed: dict[Var, Var] = {}  # what is computed in place of what is written
+            for result, read in zip(eqn.outvars, of_results, strict=True):
+                # Each reader reads all of them. Or they are read once, and the value is written and read by each. Of
+                # two arrays that saves little, and the smallest steps would wait for one loop more.
+                count = readers[result]
+                if len(read) > 2 and count * len(read) > len(read) + 1 + count:
+                    computed[result] = Var(result.aval)
+                else:
+                    arrays[result] = read[:_MOST]
+            eqns.append(eqn.replace(outvars=[computed.get(v, v) for v in eqn.outvars]))
+            for result, before in computed.items():
+                writes = self.template.replace(invars=[before], outvars=[result])
+                eqns.append(writes.replace(source_info=eqn.source_info, ctx=eqn.ctx))
+        new = opened.replace(eqns=eqns)
+        new = new if opened is program else program.replace(jaxpr=new)
+        results = [arrays.get(v, (v,)) if isinstance(v, Var) else () for v in opened.outvars]
+        self.done[key] = new, results, program
         return new, results
-    opened = _opened(program)
-    arrays: dict[Var, Arrays] = {v: tuple((i, k) for k in range(counts[i])) for i, v in enumerate(opened.invars)}
-    reads = [v for eqn in opened.eqns for v in _variables(eqn.invars)] + list(_variables(opened.outvars))
-    readers = Counter(reads)
-    eqns: list[JaxprEqn] = []
-    for number, eqn in enumerate(opened.eqns):
-        if eqn.primitive.name in _CALLS:
-            eqn, results = _call(eqn, number, arrays, done)
-            eqns.append(eqn)
-            arrays.update(zip(eqn.outvars, results, strict=True))
-            continue
-        if eqn.primitive.name not in _CHEAP:
-            eqns.append(with_programs(eqn, lambda inside: _alone(inside, done)))
-            continue
-        eqns.append(eqn)
-        (result,) = eqn.outvars
-        of_its_size = [v for v in _variables(eqn.invars) if _size(v) == _size(result)]
-        read = tuple(dict.fromkeys(array for v in of_its_size for array in arrays.get(v, (v,))))
-        # Each reader reads all of them. Or they are read once, and the value is written and read by each. Of two arrays
-        # that saves little, and the smallest steps would wait for one loop more.
-        if len(read) <= 2 or readers[result] * len(read) <= len(read) + 1 + readers[result]:
-            arrays[result] = read[:_MOST]
-            continue
-        computed = Var(result.aval)
-        eqns[-1] = eqn.replace(outvars=[computed])
-        eqns.append(_template().replace(invars=[computed], outvars=[result], source_info=eqn.source_info, ctx=eqn.ctx))
-    new = opened.replace(eqns=eqns)
-    new = new if opened is program else program.replace(jaxpr=new)
-    results = [arrays.get(v, (v,)) if isinstance(v, Var) else () for v in opened.outvars]
-    done[key] = new, results, program  # which keeps the identity its own
-    return new, results
+
+    def call(self, eqn: JaxprEqn, number: int, arrays: dict[Var, Arrays]) -> tuple[JaxprEqn, list[Arrays]]:
+        """An equation that is a program, such as a layer inside of `jit`, and the arrays of each of its results."""
+        given = [arrays.get(v, (v,)) if isinstance(v, Var) else () for v in eqn.invars]
+        program, results = self.rewrite(_program_of(eqn), [len(of_input) for of_input in given])
+
+        def here(array: Any) -> Hashable:
+            """An array of the program as the equations around it know it: one of an input, or one of this call."""
+            is_given = type(array) is tuple and len(array) == 2
+            return given[array[0]][array[1]] if is_given else (number, "inside", array)
+
+        new = eqn.replace(params={**eqn.params, _name_of_program(eqn): program})
+        return new, [tuple(map(here, of_result)) for of_result in results]
+
+    def readers(self, program: Program) -> Counter[Var]:
+        """How many equations read each variable, those inside of calls among them."""
+        if id(program) in self.counted:
+            return self.counted[id(program)][0]
+        readers = Counter[Var](_variables(_opened(program).outvars))
+        for eqn in _opened(program).eqns:
+            if eqn.primitive.name not in _CALLS:
+                readers.update(_variables(eqn.invars))
+                continue
+            inside = self.readers(_program_of(eqn))
+            for v, given in zip(_opened(_program_of(eqn)).invars, eqn.invars, strict=True):
+                if isinstance(given, Var):
+                    readers[given] += inside[v]
+        self.counted[id(program)] = readers, program
+        return readers
 
 
-def _call(eqn: JaxprEqn, number: int, arrays: dict[Var, Arrays], done: Done) -> tuple[JaxprEqn, list[Arrays]]:
-    """An equation that is a program, such as a layer inside of `jit`, and the arrays of each of its results."""
-    name = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
-    given = [arrays.get(v, (v,)) if isinstance(v, Var) else () for v in eqn.invars]
-    program, results = _with_sums_once(eqn.params[name], [len(of_input) for of_input in given], done)
-
-    def here(array: Any) -> Hashable:
-        """An array of the program as the equations around it know it: one of an input, or one of this call."""
-        return given[array[0]][array[1]] if type(array) is tuple and len(array) == 2 else (number, "inside", array)
-
-    return eqn.replace(params={**eqn.params, name: program}), [tuple(map(here, of_result)) for of_result in results]
+def _name_of_program(eqn: JaxprEqn) -> str:
+    return "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
 
 
-def _variables(values: Sequence[Any]) -> dict[Var, None]:
+def _program_of(eqn: JaxprEqn) -> Program:
+    return eqn.params[_name_of_program(eqn)]
+
+
+def _variables(values: Sequence[Any]) -> list[Var]:
     """The variables among the operands of an equation, each once."""
-    return dict.fromkeys(v for v in values if isinstance(v, Var))
+    return list(dict.fromkeys(v for v in values if isinstance(v, Var)))
 
 
 def _size(v: Any) -> int:
     return math.prod(v.aval.shape)
-
-
-@functools.cache
-def _template() -> JaxprEqn:
-    return jax.make_jaxpr(written_p.bind)(0.0).eqns[0]
 
 
 def _opened(program: Program) -> Program:

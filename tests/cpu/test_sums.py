@@ -157,3 +157,30 @@ def test_the_program_of_a_step_grows_with_the_layers(options):
 
     few, more, many = additions(4), additions(8), additions(16)
     assert many - more <= 2.2 * (more - few)
+
+
+@pytest.mark.skipif(BEFORE_0_11, reason="XLA of jax 0.10 drops a barrier before it decides what it computes again")
+@pytest.mark.parametrize("around", [jax.jit, jax.checkpoint])
+def test_layers_of_one_sum_that_are_programs(around):
+    """The sum of a layer is a result of its program, and only the next layer reads it more than once."""
+
+    @around
+    def half(weights, x):
+        return x + jax.nn.gelu(norm(x) @ weights["up"]) @ weights["down"]
+
+    def additions(count):
+        gradient = fast_on_cpus(jax.value_and_grad(loss_of(half)))
+        return len(re.findall(r" add\(", jax.jit(gradient).lower(params_of(count), INPUT).compile().as_text()))
+
+    few, more, many = additions(4), additions(8), additions(16)
+    assert many - more <= 2.2 * (more - few)
+
+
+def test_random_keys_that_are_chosen():
+    def function(chosen, first, second):
+        keys = jnp.where(chosen, first, second)
+        return sum(jax.vmap(lambda key, i=i: jax.random.normal(jax.random.fold_in(key, i)))(keys) for i in range(5))
+
+    args = jnp.array([True, False]), jax.random.split(jax.random.key(0)), jax.random.split(jax.random.key(1))
+    assert written(jax.make_jaxpr(fast_on_cpus(function))(*args).jaxpr) == 1
+    np.testing.assert_allclose(jax.jit(fast_on_cpus(function))(*args), function(*args), rtol=1e-5)
