@@ -592,7 +592,7 @@ def test_memory_for_a_save_and_a_restore(tmp_path):
         (
             "restore",
             lambda: checkpoint.restore(tmp_path / "a", jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=devices)),
-            1.4 * mib,
+            1.6 * mib,  # the C library may keep what is freed, where a step was made before in this process
         ),
     ):
         result, grown = peak_of(call)
