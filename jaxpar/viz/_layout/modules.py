@@ -3,6 +3,9 @@
 Where a library names no scopes, the path of a layer's parameters does: `encoder.blocks[0].attn.query` is in the modules
 "encoder", "blocks.0" and "attn". A layer without parameters is in the smallest module whose call it is made in. Which
 call is of which module is known from the parameters that are read in it.
+
+Modules that name their calls while they are traced would tell the same, which tests/viz/test_viz_told.py checks. But
+functions of dicts have none, and `remat` and `vmap` make modules anew, of which nobody knows the names.
 """
 
 from __future__ import annotations
@@ -120,9 +123,6 @@ def _methods(frames: Sequence[Frame]) -> int:
     return count
 
 
-_KINDS = ("eqx.nn.",)  # scopes that a library names after a class, not after what its author called it
-
-
 def join_scopes(layers: Sequence[Layer]) -> list[Path]:
     """The scope of each layer: its named scopes and regions, and its modules, as they are nested."""
     common: dict[Path, tuple[int, ...]] = {}  # the calls around all layers of a scope
@@ -134,8 +134,6 @@ def join_scopes(layers: Sequence[Layer]) -> list[Path]:
     for layer in layers:
         scopes, modules = list[Scope](), list(layer.modules)
         for name, path, level in zip(layer.scope, paths_of(layer.scope), layer.levels, strict=True):
-            if name.startswith(_KINDS):
-                continue
             around = level if level >= 0 else len(common[path])
             while modules and modules[0][0] < around:
                 scopes.append(Scope(modules.pop(0)[1]))

@@ -30,6 +30,7 @@ ANONYMOUS = ("<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<module>")  #
 
 _SCOPE = re.compile(r"[\w.~/\[\]()<>:+ -]+")
 _JUNK_SCOPES = frozenset(("checkpoint", "closed_call", "remat", "core_call", "~"))
+_KINDS = "eqx.nn."  # how scopes begin that Equinox names after a class, not after what its author called it
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,5 +164,6 @@ def name_stack(info: object) -> tuple[tuple[str, ...], bool, bool, bool]:
 
 @functools.lru_cache(maxsize=4096)
 def _is_scope(name: str) -> bool:
-    """Whether a name is the user's, not one that JAX gives."""
-    return bool(_SCOPE.fullmatch(name)) and "->" not in name and name not in _JUNK_SCOPES
+    """Whether a name is the user's, not one that JAX or a library gives."""
+    is_plain = bool(_SCOPE.fullmatch(name)) and "->" not in name
+    return is_plain and name not in _JUNK_SCOPES and not name.startswith(_KINDS)
