@@ -97,8 +97,8 @@ def fused(eqn: JaxprEqn) -> JaxprEqn | None:
         return None
 
     # 3. The call of the inner `jit` is the one equation. It takes the scan's operands and gives its results, so that it
-    # can stand in the scan's place, if it is also of the same types (`vma`: the axes of a `shard_map` that it varies
-    # along).
+    # can stand in the scan's place, if it is also of the same types, the axes of a `shard_map` along which they vary
+    # among them.
     (call,) = program.eqns
     if [_type(x) for x in program.jaxpr.outvars] != [_type(x) for x in eqn.outvars]:
         return None
@@ -106,7 +106,7 @@ def fused(eqn: JaxprEqn) -> JaxprEqn | None:
 
 
 def _type(x: Any) -> Any:
-    return x.aval.shape, x.aval.dtype, getattr(x.aval, "vma", None)
+    return x.aval.shape, x.aval.dtype, getattr(x.aval, "manual_axis_type", None)
 
 
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
@@ -115,16 +115,6 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     constants, carried, _ = params["ft_in"].unpack()
     return len(constants), len(carried)
-
-
-def _varying_alike(operands: Sequence[Any]) -> list[Any]:
-    """Inside of a `shard_map` that checks it, a loop's arrays all vary along the same axes."""
-    axes = [getattr(jax.typeof(x), "vma", frozenset()) for x in operands]
-    union = frozenset().union(*axes)
-    return [
-        lax.pcast(x, tuple(sorted(union - axes_of_one)), to="varying") if union - axes_of_one else x
-        for x, axes_of_one in zip(operands, axes, strict=True)
-    ]
 
 
 @dataclasses.dataclass(eq=False)
@@ -216,7 +206,7 @@ def _loop(
     ordered = [states[i] for i in cell.order]
     if cell.name == "gru":
         ordered = [*(fixed or [jnp.zeros_like(states[0])]), *ordered]
-    of_steps = recurrent.loop(cell.name, *_varying_alike([x, weight, *ordered]))
+    of_steps = recurrent.loop(cell.name, x, weight, *ordered)
     # A scan gives the last of what it carries, and all steps of the rest: states of all steps, or what was known
     # before.
     of_all = dict(zip(cell.order, of_steps, strict=True))  # by the number of the carried array

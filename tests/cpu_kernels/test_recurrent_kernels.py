@@ -1,6 +1,7 @@
 """The loop of an LSTM and of a GRU by the kernels: float64's numbers, all transforms, cells that are almost such."""
 
 import functools
+import itertools
 
 import cpu_model
 import jax
@@ -213,6 +214,33 @@ def test_in_a_shard_map(check):
     ours, laxs = gradient(fast_on_cpus), gradient(lambda f: f)
     assert "jaxpar_cpu.LstmBackward" in ours.lower(params, states, x).as_text()
     close(ours(params, states, x), laxs(params, states, x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("varies", list(itertools.product([False, True], repeat=3)))
+def test_what_varies_in_a_shard_map_that_checks_it(cell, varies):
+    params, x = made(cell, 3, 4, 6, 5)
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+    states = {name: params.pop(name) for name in ("ch" if cell == "lstm" else "h")}
+    # Each array is (1 or 2, ...): the same for both devices, or another one for each.
+    args = [
+        jax.tree.map(lambda x, vary=vary: jnp.stack([x, 1.5 * x])[: 1 + vary], arg)
+        for vary, arg in zip(varies, (params, states, x), strict=True)
+    ]
+    specs = tuple(P("i") if vary else P() for vary in varies)
+
+    def total(params, states, x):
+        params, states, x = jax.tree.map(lambda x: x[0], (params, states, x))
+        if any(varies) and not varies[1]:  # what a loop carries varies as what it makes
+            states = jax.tree.map(lambda x: lax.pcast(x, "i", to="varying"), states)
+        value = loss(cell, {**params, **states}, x)
+        return lax.pmean(value, "i") if any(varies) else value
+
+    def gradient(by):
+        local = jax.value_and_grad(by(total), (0, 1, 2))
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(), specs), check_vma=True))
+
+    close(gradient(fast_on_cpus)(*args), gradient(lambda f: f)(*args))
 
 
 @pytest.mark.slow
