@@ -39,7 +39,8 @@ from ._read.raw import Raw
 from ._read.source import is_users
 
 _OPTIONS = (
-    "params_argnums depth max_nodes repeats rules title hide_weights node_attrs heat theme legend direction".split()
+    "params_argnums depth open max_nodes repeats rules title hide_weights node_attrs heat theme legend direction "
+    "time_limit".split()
 )
 
 
@@ -210,6 +211,7 @@ def check_trace(
     repeats: object,
     rules: object,
     what: str = "viz",
+    opened: object = None,
 ) -> None:
     """Check the options of `trace`, and that `fn` is a function. `count` is the number of positional arguments."""
     if not callable(fn) and not is_mxnet(fn):
@@ -218,6 +220,8 @@ def check_trace(
     argnums(params_argnums, count, what)
     if depth is not None:
         checks.whole_number(depth, what, "depth", least=0)
+    if opened is not None and not callable(opened):
+        raise TypeError(f"{what}: open must be a function of a viz.Node, got {checks.describe(opened)}")
     if max_nodes is not None:
         checks.whole_number(max_nodes, what, "max_nodes")
     true_or_false(repeats, what, "repeats")

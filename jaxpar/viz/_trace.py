@@ -23,10 +23,10 @@ from ._fold.cells import Cells, break_cycles
 from ._fold.known import RULES, fold_patterns
 from ._fold.templates import Pattern, Rule
 from ._function import check_picture, check_trace, read, true_or_false
-from ._graph import Graph
+from ._graph import Graph, Node
 from ._layout.arrays import demote_constants, mark_state, set_sizes
 from ._layout.build import build, join_arguments
-from ._layout.collapse import FEW_BOXES, add_parts, close_until, collapse_scopes, limit_nodes
+from ._layout.collapse import FEW_BOXES, add_parts, close_until, collapse_scopes, limit_nodes, open_where
 from ._layout.inside import frame_as
 from ._layout.net import Net, to_graph
 from ._layout.repeats import collapse_repeats
@@ -43,6 +43,7 @@ def trace(
     *args: Any,
     params_argnums: int | Sequence[int] | None = 0,
     depth: int | None = None,
+    open: Callable[[Node], object] | None = None,
     max_nodes: int | None = 200,
     repeats: bool = True,
     rules: Sequence[Call | Pattern | Rule] = (),
@@ -66,6 +67,9 @@ def trace(
             arrays that a layer reads as weights are the parameters.
         depth: the number of open levels of modules and scopes. None: all. Scopes around the whole function do not
             count, so 0 closes all other scopes.
+        open: a function of a `Node`, which says whether a module or scope is open. It is given the box that stands for
+            the closed one. `open=lambda node: node.shape not in node.input_shapes` opens what changes the shape. With
+            `depth`, scopes below that level stay closed.
         max_nodes: the largest number of layers. The deepest scopes close first. None: no limit.
         repeats: whether to keep repeated blocks once.
         rules: `Call`s, `Pattern`s and `Rule`s to try before those in `CALLS` and `RULES`.
@@ -85,28 +89,35 @@ def trace(
         >>> [(node.op, node.shape, node.params) for node in graph.layers]
         [('FullyConnected', (5, 2), 6), ('Activation', (5, 2), 0)]
     """
-    check_trace(fn, len(args), params_argnums, depth, max_nodes, repeats, rules)
+    check_trace(fn, len(args), params_argnums, depth, max_nodes, repeats, rules, opened=open)
 
     def graph(raw: Raw) -> Graph:
-        return to_graph(layers(raw, depth, max_nodes, repeats, rules))
+        return to_graph(layers(raw, depth, max_nodes, repeats, rules, open))
 
     raw, _, _ = read(fn, args, kwargs, params_argnums, ("graph", graph))
     return graph(raw)
 
 
 def layers(
-    raw: Raw, depth: int | None, max_nodes: int | None, repeats: bool, rules: Sequence[Call | Pattern | Rule]
+    raw: Raw,
+    depth: int | None,
+    max_nodes: int | None,
+    repeats: bool,
+    rules: Sequence[Call | Pattern | Rule],
+    opened: Callable[[Node], object] | None = None,
 ) -> Net:
     """The layers of flat equations, as few as the options of `trace` say."""
     net = all_layers(raw, repeats, rules)
-    close(net, depth, max_nodes)
+    close(net, depth, max_nodes, opened)
     return net
 
 
-def close(net: Net, depth: int | None, max_nodes: int | None) -> None:
+def close(net: Net, depth: int | None, max_nodes: int | None, opened: Callable[[Node], object] | None = None) -> None:
     """Close the scopes of a net until it is as small as the options of `trace` say."""
     if depth is not None:
         collapse_scopes(net, depth)
+    if opened is not None:
+        open_where(net, opened)
     if max_nodes is not None:
         limit_nodes(net, max_nodes)
 
@@ -168,6 +179,7 @@ def plot_network(
     hide_weights: bool = True,
     node_attrs: Mapping[str, str] | None = None,
     depth: int | None = None,
+    open: Callable[[Node], object] | None = None,
     params_argnums: int | Sequence[int] | None = 0,
     max_nodes: int | Literal["screen"] | None = "screen",
     repeats: bool = True,
@@ -186,10 +198,10 @@ def plot_network(
     MXNet's counterpart is `mxnet.visualization.plot_network`.
 
     Args:
-        fn, args, kwargs, params_argnums, depth, repeats, rules: as for `trace`.
+        fn, args, kwargs, params_argnums, depth, open, repeats, rules: as for `trace`.
         max_nodes: "screen": the blocks are open that a screen of 1280 × 900 pixels shows at 60 % or more, or those of
-            `depth`, with 200 layers at most. An int or None: as for `trace`. The page has the same open, or less in a
-            small window.
+            `depth` and `open`, with 200 layers at most. An int or None: as for `trace`. The page has the same open, or
+            less in a small window.
         title: the text below the picture, and the file name for `render`. "": no text.
         hide_weights: whether to hide the parameters.
         node_attrs: Graphviz attributes for every node, such as `{"shape": "oval"}`. They override the default
@@ -222,7 +234,8 @@ def plot_network(
     check_picture(options, time_limit, "plot_network")
     on_screen = max_nodes == "screen"
     most = _MOST_NODES if max_nodes == "screen" else max_nodes
-    check_trace(fn, len(args), params_argnums, depth, most, repeats, rules)
+    check_trace(fn, len(args), params_argnums, depth, most, repeats, rules, opened=open)
+    asked = depth is not None or open is not None
 
     def draw(raw: Raw) -> Plot:
         from ._draw.extent import fits_screen
@@ -230,10 +243,10 @@ def plot_network(
 
         net = all_layers(raw, repeats, rules)
         every = net.copy()
-        if on_screen and depth is None:
+        if on_screen and not asked:
             close_until(net, lambda net: fits_screen(to_graph(net), options), few=FEW_BOXES)
-        close(net, depth, most)
-        return Plot(to_graph(net), options, time_limit, functools.partial(whole_of, every, net), depth)
+        close(net, depth, most, open)
+        return Plot(to_graph(net), options, time_limit, functools.partial(whole_of, every, net), asked)
 
     raw, _, _ = read(fn, args, kwargs, params_argnums, ("plot", draw))
     return draw(raw)
@@ -353,6 +366,7 @@ def diff(
     title: str = "diff",
     node_attrs: Mapping[str, str] | None = None,
     depth: int | None = None,
+    open: Callable[[Node], object] | None = None,
     params_argnums: int | Sequence[int] | None = 0,
     max_nodes: int | None = 200,
     repeats: bool = True,
@@ -371,7 +385,7 @@ def diff(
     Args:
         before, after: `(fn, args)`, with the positional arguments as a tuple. `(fn, args, kwargs)` adds keyword
             arguments. A `Graph` of `trace` works too.
-        params_argnums, depth, max_nodes, repeats, rules: as for `trace`, for both functions.
+        params_argnums, depth, open, max_nodes, repeats, rules: as for `trace`, for both functions.
         title, node_attrs, theme, legend, direction, time_limit: as for `plot_network`.
 
     Returns:
@@ -393,7 +407,7 @@ def diff(
     """
     drawn = Options(title, True, node_attrs, None, theme, legend, direction)
     check_picture(drawn, time_limit, "diff")
-    options = {"depth": depth, "max_nodes": max_nodes, "repeats": repeats, "rules": rules}
+    options = {"depth": depth, "open": open, "max_nodes": max_nodes, "repeats": repeats, "rules": rules}
     graphs = [_graph(which, given, params_argnums, options) for which, given in (("first", before), ("second", after))]
     from ._diff.picture import DiffPlot  # loads graphviz
 

@@ -86,6 +86,7 @@ REFUSED = {
     "argument 0.0": (T, drawn(params_argnums=0.0), ["params_argnums", "0.0"]),
     "a negative depth": (V, drawn(depth=-1), ["depth", "-1"]),
     "True for a depth": (T, drawn(depth=True), ["depth", "True"]),
+    "a depth for open": (T, drawn(open=1), ["open", "viz.Node", "1"]),
     "no nodes": (V, drawn(max_nodes=0), ["max_nodes", "0"]),
     "a word for repeats": (T, drawn(repeats="no"), ["repeats", "'no'"]),
     "a number for rules": (T, drawn(rules=3), ["rules", "viz.Call", "viz.Pattern", "viz.Rule", "3"]),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 import viz_models as m
 from test_viz_trace import check
+from viz_models import f32
 
 from jaxpar import viz
 from jaxpar.mxnet._losses import softmax_output
@@ -161,6 +162,82 @@ def test_a_picture_is_one_screen_of_which_no_box_stands_for_most():
     # What the user says is what is drawn.
     assert len(draw(max_nodes=None).network.layers) == 100
     assert len(draw(depth=1).network.layers) == 25
+
+
+def stages(params, x):
+    """A network whose stages halve the width first, and then keep it, beside a sum that is returned."""
+    for at, stage in enumerate(params["stages"]):
+        with jax.named_scope(f"stage{at}"):
+            with jax.named_scope("half"):
+                x = jnp.tanh(x @ stage["half"]["a"]) @ stage["half"]["b"]
+                mean = jnp.mean(jnp.sin(x) + jnp.cos(x))
+            with jax.named_scope("same"):
+                x = x + jnp.tanh(x @ stage["same"]["a"]) @ stage["same"]["b"]
+    return x, mean
+
+
+def square(width):
+    return m.Spec((width, width), f32)
+
+
+STAGES = (
+    {
+        "stages": [
+            {
+                "half": {"a": square(width), "b": m.Spec((width, width // 2), f32)},
+                "same": {"a": square(width // 2), "b": square(width // 2)},
+            }
+            for width in (32, 16)
+        ]
+    },
+    m.Spec((4, 32), f32),
+)
+
+
+def test_a_function_says_what_is_open():
+    seen = {}
+
+    def changes_shape(node):
+        seen[node.name] = node.input_shapes, node.shape
+        return node.shape not in node.input_shapes
+
+    for show in (viz.trace, lambda *args, **options: viz.plot_network(*args, **options).network):
+        seen.clear()
+        graph = check(show(stages, *STAGES, open=changes_shape))
+        # The mean is made last in "half", but others read the product.
+        assert seen == {
+            "stage0": (((4, 32),), (4, 16)),
+            "stage1": (((4, 16),), (4, 8)),
+            "half": (((4, 32),), (4, 16)),
+            "same": (((4, 16),), (4, 16)),
+            "half 2": (((4, 16),), (4, 8)),
+            "same 2": (((4, 8),), (4, 8)),
+        }
+        boxes = [node.scope for node in graph.layers if node.detail.endswith(" layers")]
+        assert boxes == [("stage0",), ("stage1",)]
+        assert graph.total_params == viz.trace(stages, *STAGES).total_params
+    closed = viz.trace(stages, *STAGES, open=lambda node: False)
+    assert [node.op for node in closed.layers] == ["stage0", "stage1"]
+    # With a depth, nothing below it is open.
+    deep = viz.trace(stages, *STAGES, open=lambda node: True, depth=1)
+    assert {node.op for node in deep.layers} == {"half", "same"}
+    everything = viz.trace(stages, *STAGES)
+    assert viz.trace(stages, *STAGES, open=lambda node: True) == everything
+    assert viz.diff((stages, STAGES), (stages, STAGES), open=lambda node: False).diff.after == closed
+
+
+def test_a_function_says_what_is_open_of_a_gradient():
+    grad = jax.grad(lambda params, x: jnp.sum(stages(params, x)[0]))
+    graph = check(viz.trace(grad, *STAGES, open=lambda node: node.name.startswith("stage0")))
+    boxes = [(node.op, node.scope) for node in graph.layers if node.detail.endswith(" layers")]
+    assert boxes == [
+        ("half", ("stage0",)),
+        ("same", ("stage0",)),
+        ("stage1", ()),
+        ("stage1 (backward)", ()),
+        ("same (backward)", ("stage0",)),
+        ("half (backward)", ("stage0",)),
+    ]
 
 
 def test_a_frame_with_a_count_holds_only_what_repeats():

@@ -334,7 +334,9 @@ def test_direction(direction, rankdir):
 def test_options_of_the_page():
     assert '<html lang="en" data-plot="dark" data-theme="dark">' in drawn("lenet", theme="dark").html()
     assert '<html lang="en">' in drawn("lenet").html()
-    assert data(drawn("nested", depth=0).html())["depth"] == 0
+    assert data(drawn("nested", depth=0).html())["asked"] is True
+    assert data(drawn("nested", open=lambda node: True).html())["asked"] is True
+    assert data(drawn("nested").html())["asked"] is False
     assert len(data(drawn("nested", depth=0).html())["blocks"]) == len(data(drawn("nested").html())["blocks"])
     assert "softmax, attention</span>" in drawn("nested").html()
     assert "<footer></footer>" in drawn("nested", legend=False).html()

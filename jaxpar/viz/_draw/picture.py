@@ -43,7 +43,7 @@ class Plot(graphviz.Digraph):
         network: the `Graph` that it was drawn from.
         time_limit: seconds that the renderer may take.
         whole: gives the graph of the page, in which the closed boxes of `network` are scopes. None for `network`.
-        depth: the number of open levels that the user asked for.
+        asked: whether the user asked for what is open. Then a view of any size has it open.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Plot(graphviz.Digraph):
         options: Options,
         time_limit: float,
         whole: Callable[[], Graph] | None = None,
-        depth: int | None = None,
+        asked: bool = False,
         lines: list[str] | None = None,
     ) -> None:
         name = cut_middle(re.sub(r"[^\w .-]+", "_", options.title).strip(), _NAME)
@@ -61,7 +61,7 @@ class Plot(graphviz.Digraph):
         self.options: Options = options
         self.time_limit: float = time_limit
         self.whole: Callable[[], Graph] = whole or functools.partial(_whole, network)
-        self.depth: int | None = depth
+        self.asked: bool = asked
         lines = to_dot(network, options) if lines is None else lines
         self.body: list[str] = ["\t" + line + "\n" for line in lines]
         self._drawn: str = self.source
@@ -150,7 +150,7 @@ class Plot(graphviz.Digraph):
         text = "\n".join(["digraph {", *to_dot(self.network, self.options, look), "}"])
         picture = render.render(text, "svg", self.time_limit).decode()
         opened = {path for node in self.network.nodes for path in paths_of(node.scope)}
-        return to_page(self.whole(), self.options, self.time_limit, picture, opened, self.depth)
+        return to_page(self.whole(), self.options, self.time_limit, picture, opened, self.asked)
 
     def save(
         self, filename: Filename | None = None, directory: Filename | None = None, *, skip_existing: bool | None = False

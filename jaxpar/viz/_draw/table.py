@@ -40,10 +40,12 @@ def rows(graph: Graph, depth: int | None = None, frozen: frozenset[str] = frozen
     `depth` levels of modules are open, all for None. Scopes around the whole function do not count. `frozen` parameters
     are not trained, besides those that the graph knows.
     """
-    trained, previous = _trained(graph, frozen), dict[str, list[str]]()
+    trained = _trained(graph, frozen)
+    previous, readers = dict[str, list[str]](), dict[str, set[str]]()
     for edge in graph.edges:
         if not edge.carry:  # it goes back to an earlier layer
             previous.setdefault(edge.target, []).append(edge.source)
+            readers.setdefault(edge.source, set()).add(edge.target)
 
     def layer(node: Node, level: int, name: str = "") -> Row:
         return Row(
@@ -64,11 +66,13 @@ def rows(graph: Graph, depth: int | None = None, frozen: frozenset[str] = frozen
     def module(block: Block[Node], level: int) -> Row:
         nodes = list(block.all_leaves())
         forward = [node for node in nodes if not node.is_backward]
+        names, shown = {node.name for node in nodes}, forward or nodes
+        last = next((node for node in reversed(shown) if readers.get(node.name, names) - names), shown[-1])
         return Row(
             level,
             block.path[-1] + ("" if forward else BACKWARD),
             "",
-            output_text((forward or nodes)[-1]),
+            output_text(last),
             sum(node.params for node in nodes),
             sum(node.flops for node in nodes),
             sum(trained[node.name] for node in nodes),

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
-from .._graph import BACKWARD
+from .._graph import BACKWARD, Node
 from .._scopes import Path, Scope, paths_of, unique
 from .._searches import circles
 from .names import name_kinds, shared_name
-from .net import Draft, Net, shared_scope
+from .net import Draft, Net, shared_scope, to_graph
 
 _Closing = tuple[tuple[Path, bool], list[Draft]]  # the scope that closes, whether these are gradients, and drafts of it
 MOST = 24  # children of a scope that a person can overlook
@@ -32,6 +32,21 @@ def collapse_scopes(net: Net, depth: int) -> None:
     """Merge each scope deeper than `depth`. A scope around everything does not count."""
     depth += len(shared_scope(net.layers))
     _close(net, {path for path in _paths(net) if len(path) <= depth})
+
+
+def open_where(net: Net, wanted: Callable[[Node], object]) -> None:
+    """Open the scopes of whose closed box a function says so, from the outside in, and close the others."""
+    is_open, asked = _around_all(net), set[Path]()
+    while True:
+        shown = net.copy()
+        _close(shown, is_open)
+        boxes = [(draft.closed, node) for draft, node in zip(shown.drafts, to_graph(shown).nodes, strict=True)]
+        new = [(path, node) for path, node in boxes if path and path not in asked and not node.is_backward]
+        if not new:
+            break
+        asked |= {path for path, _ in new}
+        is_open |= {path for path, node in new if wanted(node)}
+    _close(net, is_open)
 
 
 def _paths(net: Net) -> list[Path]:
@@ -53,12 +68,14 @@ def close_groups(net: Net, groups: list[_Closing]) -> None:
     """Merge the drafts of each group, so that what they become has no circle."""
     if not groups:
         return
-    sources, ordered = net.sources(), net.ordered()
+    sources, ordered, readers = net.sources(), net.ordered(), _readers(net)
     merged: list[tuple[list[Draft], Draft]] = []
     for (path, is_backward), group in _without_circles(ordered, sources, groups):
         if len(group) > 1:
             op = path[-1].numbered(1) + (BACKWARD if is_backward else "")
-            merged.append((group, _sum(group, op, path[:-1])))
+            made = _sum(group, op, path[:-1], readers)
+            made.closed = path
+            merged.append((group, made))
     net.merge(merged)
 
 
@@ -87,9 +104,25 @@ def _without_circles(ordered: list[Draft], sources: dict[int, set[int]], closing
     return list(cut.values())
 
 
-def _sum(group: list[Draft], op: str, scope: Path) -> Draft:
-    """One draft for a group, with the sums of its costs. Gradients become the gradient of what their layers become."""
-    last = next((draft for draft in reversed(group) if draft.outputs), group[-1])
+def _readers(net: Net) -> dict[int, set[int]]:
+    """The drafts that read each one, without gradients that read a layer."""
+    backward = {draft.at for draft in net.drafts if draft.forward is not None or draft.op.endswith(BACKWARD)}
+    readers: dict[int, set[int]] = {}
+    for source, target, _ in net.edges:
+        if source in backward or target not in backward:
+            readers.setdefault(source, set()).add(target)
+    return readers
+
+
+def _sum(group: list[Draft], op: str, scope: Path, readers: dict[int, set[int]]) -> Draft:
+    """One draft for a group, with the sums of its costs. Gradients become the gradient of what their layers become.
+
+    It is known by the last array that others read. Else by the last that is returned, which may be a running mean.
+    """
+    inside = {draft.at for draft in group}
+    read = (draft for draft in reversed(group) if readers.get(draft.at, set[int]()) - inside)
+    returned = (draft for draft in reversed(group) if draft.outputs)
+    last = next(itertools.chain(read, returned), group[-1])
     layers = sum(draft.layers for draft in group)
     made = Draft(group[0].at, op, f"{layers} layers", last.value, scope, group[0].source, name=op, layers=layers)
     made.equations, made.forward = sum(draft.equations for draft in group), group[0].forward
@@ -105,7 +138,8 @@ def limit_nodes(net: Net, most: int) -> None:
         ordered = [draft for draft in net.ordered() if draft.op != "input"]
         cuts = [number * len(ordered) // most for number in range(most + 1)]
         stretches = [ordered[start:end] for start, end in pairwise(cuts) if end - start > 1]
-        net.merge([(stretch, _sum(stretch, name_part(items_of(stretch, 0)), ())) for stretch in stretches])
+        readers = _readers(net)
+        net.merge([(stretch, _sum(stretch, name_part(items_of(stretch, 0)), (), readers)) for stretch in stretches])
 
 
 def close_until(net: Net, fits: Callable[[Net], bool], *, room: int = MOST, few: int = 0) -> None:

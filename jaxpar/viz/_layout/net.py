@@ -36,6 +36,7 @@ class Draft:
     name: str = ""
     own: int | None = None  # how many of the weights are of the first copy, where it is repeated
     layers: int = 1  # how many it stands for, where a scope is closed
+    closed: Path = ()  # that scope
     leaves: list[int] = field(default_factory=list)  # of an input with several arrays, those arrays
     eqns: list[int] = field(default_factory=list)  # the ids of its equations, those of all copies
     tied: bool = False  # whether all its parameters are another layer's
@@ -178,6 +179,9 @@ def to_graph(net: Net) -> Graph:
     names = name_drafts(net)
     counted: set[int] = set(net.state)
     nodes, weights, weight_edges = list[Node](), dict[int, Node](), list[Edge]()
+    read: dict[int, list[int]] = {}
+    for _, target, value in sorted(net.edges):
+        read.setdefault(target, []).append(value)
     for draft in net.drafts:
         # A shared parameter counts in the first layer that uses it.
         params, state = _sizes(net.raw, [w for w in draft.weights if w not in counted])
@@ -187,7 +191,7 @@ def to_graph(net: Net) -> Graph:
             name=names[draft.at],
             op=draft.op,
             detail=draft.detail,
-            shape=() if leaves else net.shapes.get(draft.value, array.shape),
+            shape=() if leaves else shape_of(net, draft.value),
             dtype=array.dtype if len({leaf.dtype for leaf in leaves}) < 2 else "",
             params=params,
             flops=draft.flops,
@@ -200,6 +204,7 @@ def to_graph(net: Net) -> Graph:
             outputs=tuple(draft.outputs),
             leaves=tuple(f"{leaf.name}: {leaf.dtype}[{','.join(map(str, leaf.shape))}]" for leaf in leaves),
             state=state,
+            input_shapes=tuple(shape_of(net, value) for value in dict.fromkeys(read.get(draft.at, ()))),
             output_bytes=output_bytes(net, draft),
             kept_bytes=draft.kept,
         )
@@ -228,6 +233,11 @@ def to_graph(net: Net) -> Graph:
     )
 
 
+def shape_of(net: Net, value: int) -> tuple[int, ...]:
+    """The shape of an array as the user's line leaves it."""
+    return net.shapes.get(value, net.raw.values[value].shape)
+
+
 def output_bytes(net: Net, draft: Draft) -> int:
     """The bytes of a layer's first output, in each copy and in each pass of the loops around it."""
     return 0 if draft.op == "input" else net.raw.values[draft.value].bytes * draft.repeat * turns(draft.scope)
@@ -249,8 +259,7 @@ def _edges(net: Net, names: dict[int, str]) -> tuple[Edge, ...]:
         number = max(numbers, key=lambda number: (number == draft.value, net.raw.values[number].bytes))
         value = net.raw.values[number]
         label = leaf_of(value) if draft.leaves and len(numbers) == 1 else ""
-        shape = net.shapes.get(number, value.shape)
-        edges.append(Edge(names[source], names[target], shape, value.dtype, label, len(numbers)))
+        edges.append(Edge(names[source], names[target], shape_of(net, number), value.dtype, label, len(numbers)))
     for source, target, number in net.carries:
         value = net.raw.values[number]
         edges.append(Edge(names[source], names[target], value.shape, value.dtype, carry=True))

@@ -102,7 +102,7 @@ function announce(text) {
 // What the picture has open. Where the reader did not ask for that, less in a narrow or low view, which may be scrolled.
 function startOpen() {
   const room = { w: Math.max(340, view.clientWidth - 2) / LEAST - 2 * PAD, h: Math.max(480, view.clientHeight - 2) / LEAST - PAD };
-  return net.depth === null ? thatFit(net, net.open, room, page.flipped) : new Set(net.open);
+  return net.asked ? new Set(net.open) : thatFit(net, net.open, room, page.flipped);
 }
 
 // The link of the page says what is open. A frame may have none.

@@ -29,7 +29,7 @@ _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027", "\u20
 
 
 def to_page(
-    graph: Graph, options: Options, time_limit: float, picture: str, opened: Collection[Path], depth: int | None
+    graph: Graph, options: Options, time_limit: float, picture: str, opened: Collection[Path], asked: bool
 ) -> str:
     """One HTML file that needs nothing else.
 
@@ -38,8 +38,8 @@ def to_page(
         options: how they are drawn.
         time_limit: seconds that Graphviz may take.
         picture: its SVG of what is seen at first, which the page shows until the script draws, and where none runs.
-        opened: the scopes that are open there. A view that is too small for them has less open.
-        depth: the number of open levels that the user asked for, in a view of any size. None: no number.
+        opened: the scopes that are open there.
+        asked: whether the user asked for these. Else a view that is too small for them has less open.
     """
     drawn = tree(graph, options)
     draw_lines(drawn)
@@ -51,7 +51,7 @@ def to_page(
         css=colours() + asset("page.css"),
         still=still_of(picture).replace("<svg", f'<svg id="svg" role="group" aria-label="{title}"', 1),
         legend=_legend(drawn, options),
-        data=_escaped(_data(drawn, options, time_limit, opened, depth)),
+        data=_escaped(_data(drawn, options, time_limit, opened, asked)),
         script="\n".join(map(script, _SCRIPTS)),
     )
 
@@ -118,14 +118,12 @@ def _legend(tree: Tree, options: Options) -> str:
     )
 
 
-def _data(
-    tree: Tree, options: Options, time_limit: float, opened: Collection[Path], depth: int | None
-) -> dict[str, Any]:
+def _data(tree: Tree, options: Options, time_limit: float, opened: Collection[Path], asked: bool) -> dict[str, Any]:
     """What the script reads."""
     places, which = layouts(tree, options.direction, time_limit)
     return {
         "direction": options.direction,
-        "depth": depth,
+        "asked": asked,
         "open": [tree.root + at for at, block in enumerate(tree.blocks) if block.path in opened],
         "nodes": [_node(tree, item) for item in range(len(tree.nodes))],
         "blocks": [_block(tree, tree.root + at, layout) for at, layout in enumerate(which)],
