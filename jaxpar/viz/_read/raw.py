@@ -251,7 +251,7 @@ def mark_constant(raw: Raw, eqn: Eqn) -> None:
 def _is_view(raw: Raw, eqn: Eqn) -> bool:
     if eqn.prim in _PICKS and raw.of(eqn.ins[0]).dtype.startswith("key<"):
         return True  # one of several random keys
-    if eqn.prim in ("slice", "split") and raw.of(eqn.ins[0]).number is not None:
+    if eqn.prim in ("slice", "split", "unstack") and raw.of(eqn.ins[0]).number is not None:
         return True  # the same number
     if eqn.prim == "slice" or eqn.prim == "dynamic_slice":
         # Where the place is computed, the result depends on more than on the param.
