@@ -267,17 +267,16 @@ def _behind_loops(raw: Raw) -> dict[int, list[int]]:
     results, behind = {read: (result, scope) for read, result, scope in raw.carries}, dict[int, list[int]]()
     for eqn in raw.eqns if results else ():
         for value in () if eqn.view else eqn.ins:
-            read = carry_of(raw, value, results)
-            if read is not None and eqn.scope[: len(results[read][1])] != results[read][1]:
-                result = results[read][0]
-                if carry_of(raw, result, results) is None:
+            for read in carries_of(raw, value, results):
+                result, scope = results[read]
+                if eqn.scope[: len(scope)] != scope and not carries_of(raw, result, results):
                     behind.setdefault(eqn.id, []).append(result)
     return behind
 
 
-def carry_of(raw: Raw, value: int, carried: Container[int]) -> int | None:
-    """The carried value that a value shows, or None."""
-    return next((shown for shown in raw.shown(value) if shown in carried), None)
+def carries_of(raw: Raw, value: int, carried: Container[int]) -> list[int]:
+    """The carried values that a value shows: of a loop, and of those around it that it begins with."""
+    return [shown for shown in raw.shown(value) if shown in carried]
 
 
 def runs(

@@ -7,7 +7,7 @@ from collections import Counter
 
 from ..._core.text import plural
 from .._fold.calls import OPTIMIZERS, updates
-from .._fold.cells import SENT, Cell, Cells, after_gradients, carry_of, plain_name, sources_of
+from .._fold.cells import SENT, Cell, Cells, after_gradients, carries_of, plain_name, sources_of
 from .._graph import BACKWARD, human
 from .._read.raw import Eqn, Raw
 from .._read.source import describe
@@ -176,14 +176,14 @@ def carry_edges(cells: Cells, by_cell: dict[int, Draft]) -> tuple[_Edges, _Edges
     for cell in sorted(cells, key=lambda cell: by_cell[cell.id].at) if loops else ():
         for eqn in cells.eqns(cell):
             for value in () if eqn.view else eqn.ins:
-                read = carry_of(cells.raw, value, loops)
-                if read is not None and eqn.scope[: len(loops[read])] == loops[read]:
-                    inside[read].append(cell)
+                for read in carries_of(cells.raw, value, loops):
+                    if eqn.scope[: len(loops[read])] == loops[read]:
+                        inside[read].append(cell)
         for value in cells.behind_loops(cell):
             if (maker := cells.producer(cells.raw.root(value))) is not None:
                 on[by_cell[maker.id].at, by_cell[cell.id].at, cells.raw.root(value)] = None
     for read, result, _ in cells.raw.carries:
-        maker = None if carry_of(cells.raw, result, loops) is not None else cells.producer(cells.raw.root(result))
+        maker = None if carries_of(cells.raw, result, loops) else cells.producer(cells.raw.root(result))
         if maker is not None:
             at, value = by_cell[maker.id].at, cells.raw.root(result)
             other_readers = [reader for reader in inside[read] if reader is not maker]

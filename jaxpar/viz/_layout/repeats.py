@@ -42,10 +42,12 @@ class _Pass:
 
     def __init__(self, net: Net) -> None:
         self.net, self.layers, self.sources = net, net.layers, net.sources()
-        # A gradient reads one thing of the layers: those of the first block are others.
+        # A gradient reads one thing of the layers: those of the first block are others. What is computed from a gradient,
+        # as a mean over devices between two gradients, is no such thing.
         gradients = {draft.at for draft in self.layers if draft.forward is not None}
+        late = reach(gradients, readers(self.sources))
         for at in gradients & self.sources.keys():
-            self.sources[at] = {source if source in gradients else _FORWARD for source in self.sources[at]}
+            self.sources[at] = {source if source in late else _FORWARD for source in self.sources[at]}
         self.into: dict[int, Draft] = {}
         self.copy_of: dict[int, tuple[int, int]] = {}
         numbers: dict[object, int] = {}
