@@ -320,13 +320,13 @@ def test_what_is_made_of_gradients_is_no_param():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [*range(60), 278, 393, 851, 1124, 1195, 1509, 1616, 2061, 9130, 30041, 30219, 90116])
+@pytest.mark.parametrize("seed", [*range(60), 278, 393, 851, 1124, 1195, 1509, 1616, 2061, 9130, 30041, 30219, 90116, 131986])
 def test_random_programs(seed):
     """Two thousand of them before a release: `python tests/viz_programs.py`.
 
     278: a cast that only a gradient reads. 393: what is never picked. 851: the place of a part of a param. 1195: zeros
     through a loop. 1509, 1616: circles over the last pass of a loop. 1124: a gradient of what a loop hands on. 2061:
-    the order behind a repeat.
+    the order behind a repeat. 131986: a loop inside of a loop.
     """
     fn, made = program(seed)
     try:
@@ -334,6 +334,28 @@ def test_random_programs(seed):
     except (ValueError, NotImplementedError) as error:
         pytest.skip(f"jax does not differentiate it: {error}")
     assert faults_of(fn, PARAMS, X) == [], made
+
+
+@pytest.mark.parametrize("seed", [130147, 130153, 131295, 131603])
+def test_programs_that_were_wrong(seed):
+    """130147: parts of a number, which XLA folds. 130153, 131603: casts that only a gradient reads, or nothing. 131295:
+    a mean over devices between the gradients of two blocks."""
+    fn, made = program(seed)
+    assert faults_of(fn, PARAMS, X) == [], made
+
+
+def test_a_loop_inside_of_a_loop_begins_with_what_the_pass_before_handed_on():
+    def fn(p, x):
+        def outer(carry, _):
+            first, second = carry
+            inner, _ = lax.scan(lambda c, _: (jnp.tanh(c @ p["a"]), None), second, None, length=2)
+            return (inner, first @ p["b"]), None
+
+        return lax.scan(outer, (x, jnp.cos(x)), None, length=3)[0][0]
+
+    assert faults_of(fn, PARAMS, X) == []
+    back = {(edge.source, edge.target) for edge in viz.trace(fn, PARAMS, X, repeats=False).edges if edge.carry}
+    assert back == {("tanh0", "fullyconnected0"), ("tanh0", "a"), ("fullyconnected0", "a")}
 
 
 def test_the_cast_of_a_param_that_remat_makes_again_counts():
