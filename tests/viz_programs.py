@@ -500,7 +500,7 @@ def main():
     for seed in seeds:
         fn, made = program(seed)
         try:
-            jax.make_jaxpr(fn)(PARAMS, X)
+            jax.jit(fn).lower(PARAMS, X)
         except Exception as error:  # such as the gradient of a while loop
             kinds["not taken by jax: " + type(error).__name__] += 1
             examples["not taken by jax: " + type(error).__name__].append((seed, made, str(error)[:100]))
