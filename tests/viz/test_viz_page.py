@@ -18,6 +18,7 @@ import viz_models as m
 
 from jaxpar import viz
 from jaxpar.viz import _trace
+from jaxpar.viz._draw.render import NEXT, render
 from jaxpar.viz._draw.style import Options, cut
 from jaxpar.viz._page import blocks as blocks_of_page
 from jaxpar.viz._page.blocks import CROWDED, draw_lines, tree
@@ -357,6 +358,22 @@ def test_a_plot_keeps_no_arrays():
 def test_a_page_without_layers():
     for plot in (viz.plot_network(lambda x: x, m.Spec((4,), m.f32)), viz.plot_network(lambda: 1)):
         assert data(plot.html())["nodes"] == []
+
+
+def test_what_graphviz_cannot_draw_together_it_draws_one_by_one():
+    """Graphviz 2.43 frees the ranks of this graph twice, and aborts at the next one."""
+    graph = """digraph {
+    { rank=same; b; d }
+    a -> c [label="128x1x1x1"]
+    b -> e [label="scalar"]
+    b -> d [label="128"]
+    c -> e [label="scalar"]
+    f -> d [label="128"]
+    f -> g [label="8x64"]
+    f -> h [label="8x64"]
+    }"""
+    alone = render(graph, "plain", 30.0)
+    assert render(NEXT.join([graph] * 3), "plain", 30.0) == 3 * alone
 
 
 def test_without_time_there_is_no_page():

@@ -4,6 +4,7 @@ import functools
 import random
 import re
 
+import gallery
 import jax
 import lab
 import pytest
@@ -267,6 +268,15 @@ def test_arrow_keys_go_along_the_lines(show):
     assert wrong == []
 
 
+def test_a_closed_block_says_what_it_reads_and_what_reads_it(show):
+    page = show(plotted("nested"))
+    page.select_option("#level", "0")
+    label = box(page, "stage0").get_attribute("aria-label")
+    assert label == "Open stage0, 13 layers · 32 params, from x: input, to tanh5: Activation tanh, add2: add"
+    label = box(page, "stage1").get_attribute("aria-label")
+    assert label == "Open stage1, 13 layers, from relu1: Activation relu, to fullyconnected8: FullyConnected 4"
+
+
 def test_arrow_keys_go_from_box_to_box(show):
     page = show(plotted("lenet"))
     assert page.locator("#svg [tabindex='0']").count() == 1  # one stop of the tab key
@@ -280,6 +290,50 @@ def test_arrow_keys_go_from_box_to_box(show):
     assert page.locator("#svg [tabindex='0']").count() == 1
 
 
+# Boxes from which an arrow key leaves the lines, though one goes that way, and boxes that do not say what they read.
+STRAYING = """() => {
+  const boxes = [...svg.querySelectorAll('.box')], found = []
+  const nodes = box => nodesIn(net, Number(box.dataset.item))
+  const middle = box => { const { top, height } = box.getBoundingClientRect(); return top + height / 2 }
+  for (const from of boxes) {
+    const joined = new Set(nodes(from).flatMap(node => [...net.sources[node], ...net.readers[node]]))
+    for (const dy of [-1, 1]) {
+      const isNext = box => (middle(box) - middle(from)) * dy > 1 && nodes(box).some(node => joined.has(node))
+      const next = boxes.filter(box => box !== from && isNext(box))
+      from.focus()
+      go(from, 0, dy)
+      if (next.length && !next.includes(document.activeElement)) found.push(['key', dy, from.textContent])
+    }
+    if (joined.size && !/, (from|to) /.test(from.getAttribute('aria-label'))) found.push(['label', from.textContent])
+  }
+  return found
+}"""
+
+
+@pytest.mark.parametrize("name", gallery.MODELS)
+def test_a_page_of_the_gallery_can_be_read_by_everybody(show, name):
+    """On a screen, on a phone, on paper, without scripts, and by the keyboard."""
+    fn, args, options = gallery.make(name)
+    with jax.numpy_rank_promotion("allow"):
+        html = viz.plot_network(fn, *args, **options).html()
+    page = show(html)
+    assert page.evaluate("view.scrollWidth <= view.clientWidth && view.scrollHeight <= view.clientHeight")
+    assert page.evaluate("page.scale") >= 0.6
+    assert page.evaluate(COLLISIONS) == page.evaluate(LOOSE) == page.evaluate(STRAYING) == []
+    assert len(re.findall(rb"/Type /Page\b", page.pdf(format="A4"))) == 1
+    page.evaluate("show(new Set(allBlocks(net)))")
+    assert page.evaluate(COLLISIONS) == page.evaluate(LOOSE) == []
+    phone = show(html, width=390, height=844)
+    assert phone.evaluate("page.scale") >= 0.6
+    assert phone.evaluate(OVERFLOW) <= 0
+    still = show(html, width=390, java_script_enabled=False)
+    shown = still.locator("#svg").bounding_box()
+    assert 0 <= shown["x"] < shown["x"] + shown["width"] <= 390
+    assert len(re.findall(rb"/Type /Page\b", still.pdf(format="A4"))) == 1
+    if name == "gpt2_loss":  # twelve blocks
+        assert len(html.encode()) <= 60_000
+
+
 def test_print_has_the_whole_picture_on_one_page(show):
     page = show(plotted("resnet"))
     page.select_option("#level", "all")
@@ -287,6 +341,30 @@ def test_print_has_the_whole_picture_on_one_page(show):
     assert page.evaluate("svg.getBoundingClientRect().width <= innerWidth")
     assert page.evaluate("svg.getBoundingClientRect().height <= innerHeight")
     assert not page.locator(".tools").is_visible()
+
+
+@pytest.mark.parametrize("kind", ["page", "diff"])
+def test_a_dark_page_prints_dark_words_on_white_paper(show, kind):
+    fn, args = m.network("lenet")
+    html = plotted("lenet") if kind == "page" else viz.diff((fn, args), (fn, args)).html()
+    page = show(html, color_scheme="dark")
+    colours = """() => [...document.querySelectorAll('svg text, h1, p, th')].filter(e => e.textContent).map(
+      e => getComputedStyle(e)[e.matches('text') ? 'fill' : 'color'])"""
+    assert "rgb(230, 230, 230)" in page.evaluate(colours)
+    page.emulate_media(media="print")
+    assert all(int(red) < 128 for colour in page.evaluate(colours) for red in re.findall(r"rgb\((\d+)", colour))
+    if kind == "page":
+        assert page.evaluate("getComputedStyle(document.querySelector('footer span')).printColorAdjust") == "exact"
+
+
+def test_a_high_still_picture_prints_on_one_page_and_is_no_wider_than_a_phone(show):
+    fn, args = m.network("lenet")
+    page = show(viz.diff((fn, args), (m.network("lenet")[0], args)).html(), width=390)
+    assert page.evaluate(OVERFLOW) <= 0
+    high = show(viz.plot_step(jax.jit(jax.grad(m.lenet_loss)), *m.network("gradient")[1]).html(), width=390)
+    high.add_style_tag(content="svg { width: 300px; height: 3000px }")
+    assert high.locator("svg").get_attribute("aria-label")
+    assert len(re.findall(rb"/Type /Page\b", high.pdf(format="A4"))) == 1
 
 
 @pytest.mark.parametrize("width", [1280, 390])

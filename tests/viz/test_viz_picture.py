@@ -17,7 +17,7 @@ import viz_models as m
 from viz_models import SVG
 
 from jaxpar import viz
-from jaxpar.viz._draw.style import Options
+from jaxpar.viz._draw.style import Options, caption_of
 
 
 def draw(name, **options):
@@ -255,3 +255,29 @@ def test_without_dot_pygraphviz_draws(no_dot, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     plot = drawn("lenet")
     assert plot.pipe("svg") == f"dot svg {len(plot.source)}".encode()
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_an_arrow_of_two_arrays_says_so(copies):
+    """It had the shape of one. Copies of a block that is drawn once do not count."""
+
+    def net(layers, x):
+        for number, w in enumerate(layers):
+            with jax.named_scope(f"block{number}"):
+                with jax.named_scope("split"):
+                    wide, narrow = jnp.sin(h := jnp.tanh(x @ w)), jnp.exp(h[:, :2])
+                with jax.named_scope("join"):
+                    x = jax.nn.relu(jnp.concatenate([wide[:, :6], jnp.cos(narrow)], -1) @ w)
+        return x
+
+    w, x = m.Spec((8, 8), m.f32), m.Spec((4, 8), m.f32)
+    args = [w] * copies, x
+    assert '"split" -> "join" [label=" 4×2 and 1 more "]' in viz.plot_network(net, *args, depth=0).source
+    assert "more" not in viz.plot_network(net, *args).source
+
+
+@pytest.mark.parametrize(("count", "rows"), [(0, []), (4, [4]), (5, [3, 2]), (7, [4, 3]), (9, [3, 3, 3])])
+def test_the_rows_of_a_legend_are_about_equally_long(count, rows):
+    """A colour alone in the last row was as wide as the picture."""
+    caption = caption_of([("title", 14, True)], [("#ffffff", f"kind {number}") for number in range(count)])
+    assert [row.count("BGCOLOR") for row in caption.split("<TR><TD><TABLE")[1:]] == rows

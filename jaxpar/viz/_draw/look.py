@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from .._graph import BACKWARD, Edge, Graph, Node
-from .._scopes import Path, paths_of
+from .._scopes import Path, Scope, common_prefix, paths_of
 from .._searches import reach
 from . import style
 from .style import (
@@ -119,7 +120,21 @@ def arrow_label(edge: Edge, source: Node, target: Node) -> str:
     """What is written beside an arrow. Empty beside those of parameters, and of gradients that an optimizer reads."""
     if edge.carry:
         return "carry" if edge.arrays == 1 else f"carry, {edge.arrays} arrays"
-    return "" if source.op == "weight" or is_to_update(source, target) else edge_label(edge, source)
+    if source.op == "weight" or is_to_update(source, target):
+        return ""
+    text = edge_label(edge, source)
+    # An input says itself how many arrays it has. What a gradient reads of its layer is not counted.
+    if source.leaves or source.is_backward != target.is_backward:
+        return text
+    more = _arrays_of_a_copy(edge, source, target) - 1
+    return f"{text} and {more} more" if more else text
+
+
+def _arrays_of_a_copy(edge: Edge, source: Node, target: Node) -> int:
+    """The arrays of an edge, without those of the copies of a block that is drawn once, with both ends in it."""
+    around = map(Scope.of, common_prefix((source.scope, target.scope)))
+    copies = math.prod(scope.times or 1 for scope in around if not scope.is_region)
+    return -(-edge.arrays // copies)
 
 
 def is_to_update(source: Node, target: Node) -> bool:

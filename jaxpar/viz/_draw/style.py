@@ -178,6 +178,7 @@ _MOST_LEAVES = 12  # in a tooltip
 _LINE = 24  # letters, for a kind and its details on one line
 _LONGEST = 24  # times the size of the letters: 36 letters or so
 Line = tuple[str, float, bool]  # text, size, bold
+_LEGEND_ROW = 4  # colours in a row of the legend, at most
 _TITLE = 40  # times the size of the letters: 50 letters or so
 
 
@@ -262,7 +263,10 @@ def _font(text: str, size: float, bold: bool = False, colour: str = "") -> str:
 def caption_of(lines: list[Line], legend: list[tuple[str, str]]) -> str:
     """Lines, and colours with their names below, as a table of Graphviz."""
     rows = [f"<TR><TD>{_font(*line)}</TD></TR>" for line in lines]
-    rows += [_legend_row(legend[start : start + 4]) for start in range(0, len(legend), 4)]
+    # Graphviz makes each row as wide as the widest one. So they have about equally many colours.
+    count = -(-len(legend) // _LEGEND_ROW)
+    length = -(-len(legend) // max(1, count))
+    rows += [_legend_row(legend[row * length : (row + 1) * length]) for row in range(count)]
     return Html(f'<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="2">{"".join(rows)}</TABLE>>')
 
 

@@ -2,6 +2,7 @@
 // Drawing: from places to SVG. All words are set as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
+const MOST_NAMES = 8; // of the boxes before and after one that are read out
 
 function make(name, attributes, ...children) {
   const element = document.createElementNS(SVG, name);
@@ -61,10 +62,15 @@ function button(label, isOpen) {
   return { role: "button", tabindex: -1, "aria-label": label, ...(isOpen === null ? {} : { "aria-expanded": isOpen }) };
 }
 
-// What a node reads and what reads it, for those who do not see the lines.
+// What a box reads and what reads it, for those who do not see the lines.
 function neighbours(net, item) {
-  const names = (nodes) => [...new Set(nodes)].map((node) => net.nodes[node].tip.split("\n")[0]).join(", ");
-  const [from, to] = [names(net.sources[item]), names(net.readers[item])];
+  const inside = new Set(nodesIn(net, item));
+  const names = (next) => {
+    const outside = new Set([...inside].flatMap((node) => next[node]).filter((node) => !inside.has(node)));
+    const found = [...outside].map((node) => net.nodes[node].tip.split("\n")[0]), more = found.length - MOST_NAMES;
+    return found.slice(0, MOST_NAMES).join(", ") + (more > 0 ? ` and ${more} more` : "");
+  };
+  const [from, to] = [names(net.sources), names(net.readers)];
   return (from && `, from ${from}`) + (to && `, to ${to}`);
 }
 
@@ -85,8 +91,8 @@ function closed(net, item, x, y, groups) {
   const isBlock = item >= net.root;
   const it = isBlock ? net.blocks[item - net.root] : net.nodes[item];
   const group = make("g", { class: `box ${it.kind}`, transform: `translate(${x} ${y})`, "data-item": item });
-  const label = isBlock ? `Open ${it.label}, ${it.texts[1][0]}` : it.tip.split("\n")[0] + neighbours(net, item);
-  for (const [key, value] of Object.entries(button(label, isBlock ? false : null))) group.setAttribute(key, value);
+  const label = isBlock ? `Open ${it.label}, ${it.texts[1][0]}` : it.tip.split("\n")[0];
+  for (const [key, value] of Object.entries(button(label + neighbours(net, item), isBlock ? false : null))) group.setAttribute(key, value);
   if (isBlock) groups.frames.append(make("rect", { x: x + 3, y: y - 3, width: w, height: h, rx: 8, class: "behind" }));
   if (it.oval) group.append(make("ellipse", { cx: w / 2, cy: h / 2, rx: w / 2, ry: h / 2, fill: it.fill }));
   else group.append(make("rect", { width: w, height: h, rx: 8, ...(it.fill ? { fill: it.fill } : {}) }));

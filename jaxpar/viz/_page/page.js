@@ -24,7 +24,8 @@ function redraw(anchor) {
   if (focused !== undefined) stop?.focus({ preventScroll: true });
 }
 
-// An arrow key goes to the next box that way, and along a line where one goes that way.
+// An arrow key goes to the next box that way, and along a line where one goes that way. Across the flow only a line to
+// the side does: most lines have a part that goes there.
 function go(from, dx, dy) {
   const middle = (box) => {
     const { left, top, width, height } = box.getBoundingClientRect();
@@ -37,7 +38,8 @@ function go(from, dx, dy) {
   };
   const nodes = (box) => nodesIn(net, Number(box.dataset.item));
   const joined = new Set(nodes(from).flatMap((node) => [...net.sources[node], ...net.readers[node]]));
-  const isJoined = ({ box, along, aside }) => box.matches(".box") && along >= aside && nodes(box).some((node) => joined.has(node));
+  const isAcross = net.sideways ? dy : dx;
+  const isJoined = ({ box, along, aside }) => (!isAcross || along >= aside) && box.matches(".box") && nodes(box).some((node) => joined.has(node));
   const ways = [...svg.querySelectorAll("[data-item]")].map(way).filter(({ box, along }) => box !== from && along > 1);
   const lines = ways.filter(isJoined), far = ({ along, aside }) => along + 2 * aside;
   const [next] = (lines.length ? lines : ways).sort((a, b) => far(a) - far(b));

@@ -98,14 +98,15 @@ def _escaped(data: object) -> str:
 
 
 def colours() -> str:
-    """The colours of both themes, as variables."""
-    rules: list[str] = []
-    for name, theme in THEMES.items():
-        names = ("background", "text", "line", "faint", "cluster", "region", "carry")
-        values = {key: getattr(theme, key) for key in names} | {"block": {"dark": "#3a3f46"}.get(name, "#e4e8ec")}
-        body = "".join(f"--{key}:{value};" for key, value in values.items())
-        rules.append(f"{':root' if name == 'light' else ':root[data-theme=dark]'}{{{body}}}\n")
-    return "".join(rules)
+    """The colours of both themes, as variables. Paper is white, so what is printed has those of the light one."""
+    return f":root{_variables('light')}\n@media screen{{:root[data-theme=dark]{_variables('dark')}}}\n"
+
+
+def _variables(name: str) -> str:
+    names = ("background", "text", "line", "faint", "cluster", "region", "carry")
+    values = {key: getattr(THEMES[name], key) for key in names}
+    values["block"] = "#3a3f46" if name == "dark" else "#e4e8ec"
+    return "{" + "".join(f"--{key}:{value};" for key, value in values.items()) + "}"
 
 
 def _legend(tree: Tree, options: Options) -> str:
@@ -192,9 +193,11 @@ def to_still_page(picture: str, table: str, options: Options) -> str:
 
     "light" is for the colours of the reader, without scripts those of the system. "dark" is always dark.
     """
+    title = html.escape(options.title)
     svg = picture[picture.find("<svg") :] if "<svg" in picture else picture
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
     head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-    head += f"<title>{html.escape(options.title)}</title>"
+    head += f"<title>{title}</title>"
     head += f"<style>{_colours_of(options.theme)}{asset('still.css')}</style>"
     body = f"{svg}{table}<script>{script('theme.js')}{script('still.js')}</script>"
     return f'<!DOCTYPE html><html lang="en"{_theme(options)}><head>{head}</head><body>{body}</body></html>'
@@ -207,5 +210,5 @@ def _colours_of(theme: str) -> str:
     for name, colour in colour_of.items():
         rules.append(f'{_SHAPES}[fill="{colour}"]{{fill:var(--{name})}}')
         rules.append(f'{_SHAPES}[stroke="{colour}"]{{stroke:var(--{name})}}')
-    dark = colours().split("data-theme=dark]", 1)[1].strip()
-    return colours() + f"@media (prefers-color-scheme:dark){{:root:not([data-theme]){dark}}}\n" + "".join(rules)
+    unless_said = f"@media screen and (prefers-color-scheme:dark){{:root:not([data-theme]){_variables('dark')}}}\n"
+    return colours() + unless_said + "".join(rules)
