@@ -92,6 +92,11 @@ def read(
     return jaxpr.read(closed, bound.arguments, [*results, *changed], bound.captured), closed, bound.arrays
 
 
+def drawn_for(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What pictures trace: a function itself, or what a step of jaxpar has for them."""
+    return getattr(fn, "_for_picture", None) or fn
+
+
 def _with_shapes(fn: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keywords with arrays of float32 in place of MXNet's `shape={"data": (1, 28, 28, 1)}`."""
     shapes = kwargs.get("shape")

@@ -11,7 +11,7 @@ from .._layout.collapse import close_groups
 from .._layout.net import Draft, Net
 from .._scopes import Path, Scope, common_prefix
 from .._searches import reach, readers
-from .phases import COMPRESSION, is_update
+from .phases import CHOICE, COMPRESSION, is_update
 
 
 def name_parts(net: Net) -> None:
@@ -20,9 +20,16 @@ def name_parts(net: Net) -> None:
         own = (frame for number in draft.eqns for frame in net.raw.own_stack(net.raw.eqns[number]))
         frames = {(frame.file.partition("/")[0], frame.name) for frame in own if frame.package == "jaxpar"}
         if any(room == "compression" for room, _ in frames):
-            draft.op, draft.detail, draft.name, draft.path = COMPRESSION, "", "", ()
+            draft.op = COMPRESSION
         elif ("_store", "with_tables") in frames:
             draft.op = "rows into a table"
+        elif ("_step", "DeviceStep.finish_step") in frames:
+            draft.op = CHOICE
+    codes = [draft for draft in net.layers if draft.op == COMPRESSION]
+    if codes:  # one box before each collective, and one behind the last
+        close_groups(net, [(((Scope(COMPRESSION),), False), codes)])
+    for draft in (draft for draft in net.layers if draft.op == COMPRESSION):
+        draft.detail, draft.name, draft.path = "", "", ()
 
 
 def close_conditions(net: Net) -> None:

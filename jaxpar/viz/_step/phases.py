@@ -19,6 +19,7 @@ from .graph import Phase, StepLayer
 from .results import metrics_of, results_of
 
 COMPRESSION = "compression"  # what makes codes of gradients, and gradients of codes
+CHOICE = "keep or update"  # what chooses between the old state and the new one, behind all else
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +38,7 @@ class Phases:
     rows: list[Row] = field(default_factory=list)  # the layers, in the order of the trace
     optimizers: list[Draft] = field(default_factory=list)  # what follows the gradients and is no glue
     glue: list[Draft] = field(default_factory=list)  # collectives and copies, which only hand gradients on
+    reported: set[int] = field(default_factory=set[int])  # glue that no new state is made of, such as a norm
     of: dict[int, Phase] = field(default_factory=dict[int, Phase])  # of each draft
     row_of: dict[int, Row] = field(default_factory=dict)  # of each forward and backward draft
     # What follows an update and is given no gradient itself, and that update: the mean of the params every few steps.
@@ -134,9 +136,11 @@ def phases_of(net: Net) -> Phases:
             # only reported makes no new state.
             is_own = draft.op == COMPRESSION or draft.weights or any(name not in results for name in draft.outputs)
             is_glue = not (is_given and is_own and _computes_with(raw, draft, of_gradients))
-        is_glue |= draft.op in COLLECTIVES or draft.at not in leads_to_state
+        is_glue |= draft.op in (*COLLECTIVES, CHOICE) or draft.at not in leads_to_state
         is_glue |= bool(late) and draft.at not in late  # into the state, out of it, or a choice behind the update
         (phases.glue if is_glue else phases.optimizers).append(draft)
+        if draft.at not in leads_to_state:
+            phases.reported.add(draft.at)
         if draft.at in late and not is_glue:
             draft.detail = ", ".join(filter(None, (draft.detail, "of earlier gradients")))
     glue = {draft.at: phases.given.get(draft.at, set[int]()) for draft in phases.glue}

@@ -21,7 +21,7 @@ from ..._core.text import plural
 from .._draw.style import Options
 from .._fold.calls import Call
 from .._fold.templates import Pattern, Rule
-from .._function import check_picture, check_trace, read
+from .._function import check_picture, check_trace, drawn_for, read
 from .._graph import Graph
 from .._layout.collapse import FEW_BOXES, close_until
 from .._layout.net import Draft, Net, name_drafts, to_graph
@@ -176,10 +176,12 @@ def plot_step(
     )
     shown = str(heat) if named else "seconds" if profile is not None else None
     parts = (part for layer in (*graph.layers, *graph.optimizers) for part in (layer.forward, layer.backward) if part)
-    if height is not None and all(part.peak is None for part in parts):
-        raise ValueError(
-            'plot_step: height="memory" needs the places of arrays, which the compiler of these devices does not report'
-        )
+    asks = 'height="memory"' if height is not None else 'heat="memory"' if shown == "memory" else None
+    if asks is not None and all(part.peak is None for part in parts):
+        why = "the compiler of these devices does not report"
+        if not _is_one_program(step):
+            why = "several programs of a step with virtual_shards have each for itself; train.plan says what they need"
+        raise ValueError(f"plot_step: {asks} needs the places of arrays, which {why}")
     return plot_drawn(graph, network, title, shown, theme, time_limit, height, limit)
 
 
@@ -220,10 +222,17 @@ def read_step(
     seconds_or_folder = check_profile(profile)
     # Layers come from the trace; what is sent and what is live come from the compiled program. `Places` says which
     # instruction is of which layer.
-    whole = _traced(step, args, params_argnums, repeats, rules)
-    compiled = compiled or _compiled(step, args)
+    traced, is_one_program = drawn_for(step), _is_one_program(step)
+    if isinstance(seconds_or_folder, Path) and not is_one_program:
+        raise ValueError(
+            "trace_step: the host starts several programs for each step with virtual_shards, and a profile tells only "
+            "those of one apart; give a dict of layers and seconds"
+        )
+    whole = _traced(step, traced, args, params_argnums, repeats, rules)
+    compiled = compiled or _compiled(step, traced, args)
     program = program_of(compiled)
-    memory = memory_of(program, compiled)
+    # What is live in one program that joins several is live in none of them.
+    memory = memory_of(program, compiled) if is_one_program else (None, dict[str, int]())
     # A picture that is too high is made again, of fewer rows.
     rows = iter(_ROWS)
     while True:
@@ -233,6 +242,11 @@ def read_step(
         if fits is None or fits(graph, network) or (fewer := next(rows, None)) is None:
             return graph, network
         close_until(whole, functools.partial(_has_rows, most=fewer), few=2 * FEW_BOXES)  # a row has two
+
+
+def _is_one_program(step: Callable[..., Any]) -> bool:
+    """Whether the host starts one program for each step, and not several as with virtual shards."""
+    return getattr(step, "virtual_shards", None) is None
 
 
 def _has_rows(net: Net, most: int) -> bool:
@@ -280,6 +294,7 @@ def _graph_of(
 
 def _traced(
     step: Callable[..., Any],
+    traced: Callable[..., Any],
     args: tuple[Any, ...],
     params_argnums: int | Sequence[int] | None,
     repeats: bool,
@@ -287,7 +302,7 @@ def _traced(
 ) -> Net:
     """The layers of a step."""
     try:
-        raw, _, _ = read(step, args, {}, params_argnums)
+        raw, _, _ = read(traced, args, {}, params_argnums)
     except Exception as error:
         if str(error).startswith("viz: "):  # an argument that is no array, an option
             raise
@@ -299,9 +314,9 @@ def _traced(
     return net
 
 
-def _compiled(step: Callable[..., Any], args: tuple[Any, ...]) -> jax.stages.Compiled:
+def _compiled(step: Callable[..., Any], traced: Callable[..., Any], args: tuple[Any, ...]) -> jax.stages.Compiled:
     """The compiled program of a step."""
-    jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
+    jitted: Any = traced if hasattr(traced, "lower") else jax.jit(traced)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
