@@ -53,6 +53,9 @@ def render(text: str, format: str, time_limit: float, engine: str = "dot", flags
     # Of some large pictures dot gives up. Then it is asked again for less: straight lines, and clusters that need not
     # be ranked by themselves.
     done = _run(_command(format, engine, flags), text, time_limit)
+    if not _is_drawn(done) and len(texts := text.split(NEXT)) > 1:
+        # Of several graphs, Graphviz 2.43 ends with a corrupted heap now and then. By itself it draws each of them.
+        return b"".join(render(one, format, time_limit, engine, flags) for one in texts)
     if not _is_drawn(done) and engine == "dot":
         done = _run(_command(format, engine, (*flags, *_OTHERWISE)), text, time_limit)
     if not _is_drawn(done):

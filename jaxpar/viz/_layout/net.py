@@ -225,6 +225,7 @@ def to_graph(net: Net) -> Graph:
         uncounted=tuple(sorted(net.uncounted)),
         total_state=state,
         total_constants=net.constants,
+        copies=net.raw.copies,
     )
 
 

@@ -9,15 +9,18 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from ..._core.arrays import PyTree
 from .._graph import BACKWARD
 from .._layout.net import Draft
 from .._program.hlo import Program
+from .._read.costs import Jaxpr
+from .._read.jaxpr import body_of
 from .._searches import reach
 from .graph import Phase, StepArgument, StepEdge
 from .phases import changes_params
@@ -112,12 +115,28 @@ def _metrics(places: Places) -> list[StepEdge]:
     ]
 
 
-def mesh_of(compiled: jax.stages.Compiled, args: PyTree) -> dict[str, int]:
+def mesh_of(compiled: jax.stages.Compiled, args: PyTree, traced: Jaxpr) -> dict[str, int]:
     """The name and the size of each axis of the mesh that a step runs on. Empty for one device."""
     placed = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
     for sharding in (*jax.tree.leaves(compiled.input_shardings), *placed):
         if isinstance(sharding, NamedSharding):
-            return {str(name): int(size) for name, size in sharding.mesh.shape.items()}
+            return _sizes(sharding.mesh.shape)
+    # Of arrays of the host, only a map over devices in the step says where they go.
+    mesh = _sizes(_mapped_axes(traced))
+    return mesh if math.prod(mesh.values()) == device_count(compiled) else {}
+
+
+def _sizes(axes: Mapping[Any, int]) -> dict[str, int]:
+    return {str(name): int(size) for name, size in axes.items()}
+
+
+def _mapped_axes(traced: Jaxpr) -> Mapping[Any, int]:
+    """The axes of the first map over devices in a jaxpr."""
+    for eqn in getattr(traced, "jaxpr", traced).eqns:
+        if eqn.primitive.name == "shard_map":
+            return eqn.params["mesh"].shape
+        if (body := body_of(eqn)) is not None and (axes := _mapped_axes(body)):
+            return axes
     return {}
 
 
@@ -128,7 +147,7 @@ def device_count(compiled: jax.stages.Compiled) -> int:
 
 
 def arguments_of(
-    program: Program, compiled: jax.stages.Compiled, names: list[str], args: PyTree
+    program: Program, compiled: jax.stages.Compiled, names: list[str], args: PyTree, mesh: Mapping[str, int]
 ) -> tuple[StepArgument, ...]:
     """The arguments of a step, split as the compiled program takes them.
 
@@ -139,15 +158,19 @@ def arguments_of(
     direct = len(taken) == len(leaves)
     shardings = taken if direct else [getattr(leaf, "sharding", None) for leaf in leaves]
     inside = {} if direct else {entry.op_name: entry.arrays[0].shape for entry in program.arguments if entry.op_name}
-    return tuple(_argument(*entry, inside) for entry in zip(names, leaves, shardings, strict=True))
+    return tuple(_argument(*entry, inside, mesh) for entry in zip(names, leaves, shardings, strict=True))
 
 
-def _argument(name: str, leaf: object, sharding: object, inside: Mapping[str, tuple[int, ...]]) -> StepArgument:
+def _argument(
+    name: str, leaf: object, sharding: object, inside: Mapping[str, tuple[int, ...]], mesh: Mapping[str, int]
+) -> StepArgument:
     shape, dtype = tuple(np.shape(leaf)), str(getattr(leaf, "dtype", type(leaf).__name__))
     if name in inside:
         return StepArgument(name, shape, dtype, inside[name], None)
-    if not isinstance(sharding, NamedSharding):
-        return StepArgument(name, shape, dtype, shape, None)
+    if not isinstance(sharding, NamedSharding):  # of an array of the host, the compiler says how it is split
+        local_shape = tuple(sharding.shard_shape(shape)) if isinstance(sharding, Sharding) else shape
+        spec = spec_from_shapes(shape, local_shape, mesh) if mesh else None
+        return StepArgument(name, shape, dtype, local_shape, spec)
     axes_of = [*sharding.spec, *(None for _ in shape)][: len(shape)]
     spec = tuple("+".join(map(str, axes)) if isinstance(axes, tuple) else str(axes or "") for axes in axes_of)
     return StepArgument(name, shape, dtype, tuple(sharding.shard_shape(shape)), spec)

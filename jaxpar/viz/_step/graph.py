@@ -165,7 +165,8 @@ class StepGraph:
         arguments: the arrays in the arguments of the step.
         mesh: the name and the size of each axis.
         devices: the number of devices.
-        total_params: elements of all parameters, each counted once.
+        total_params: elements of all parameters, each counted once. Of copies for the devices of a `jax.pmap`, those of
+            one device.
         memory: the memory of one device. None if the backend does not report it.
     """
 

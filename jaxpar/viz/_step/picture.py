@@ -16,7 +16,7 @@ from .._draw.extent import HIGHEST
 from .._draw.picture import Plot
 from .._draw.style import SMALL, Options, attributes, cut, ink, own_name, scope_label
 from .._fold.cells import SENT
-from .._graph import BACKWARD, Graph, Node, human
+from .._graph import BACKWARD, Graph, Node, human, parameters
 from .._scopes import Path, paths_of
 from .._searches import reach
 from .graph import Collective, StepEdge, StepGraph, StepLayer, StepPart, sends_text
@@ -544,7 +544,7 @@ class _Drawing:
         devices = plural(self.graph.devices, "device") + (f" ({mesh})" if mesh else "")
         sent = f"{human(self.graph.total_bytes, 'B')} handed in to collectives by each"
         sent = sent if self.graph.collectives else "nothing sent"
-        texts = [f"{self.graph.total_params:,} parameters · {devices} · {sent}"]
+        texts = [f"{parameters(self.network)} · {devices} · {sent}"]
         if (memory := self.graph.memory) is not None:
             texts.append(f"memory of a device: {human(memory.total, 'B')}, live at most {human(memory.peak, 'B')}")
         texts += [f"colour: {self.heat}, white is none, red the most of all"] if self.heat is not None else []

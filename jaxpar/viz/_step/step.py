@@ -28,6 +28,7 @@ from .._layout.net import Draft, Net, name_drafts, to_graph
 from .._program.hlo import Program, program_of
 from .._program.memory import StepMemory, memory_of
 from .._program.sends import sends_of
+from .._read.costs import Jaxpr
 from .._trace import all_layers, close
 from .closing import close_conditions, name_parts
 from .edges import arguments_of, device_count, edges_of, mesh_of
@@ -228,7 +229,7 @@ def read_step(
             "trace_step: the host starts several programs for each step with virtual_shards, and a profile tells only "
             "those of one apart; give a dict of layers and seconds"
         )
-    whole = _traced(step, traced, args, params_argnums, repeats, rules)
+    whole, jaxpr = _traced(step, traced, args, params_argnums, repeats, rules)
     compiled = compiled or _compiled(step, traced, args)
     program = program_of(compiled)
     # What is live in one program that joins several is live in none of them.
@@ -238,7 +239,7 @@ def read_step(
     while True:
         net = whole.copy()
         close(net, depth, max_nodes)
-        graph, network = _graph_of(step, args, net, compiled, program, memory, seconds_or_folder)
+        graph, network = _graph_of(step, args, net, jaxpr, compiled, program, memory, seconds_or_folder)
         if fits is None or fits(graph, network) or (fewer := next(rows, None)) is None:
             return graph, network
         close_until(whole, functools.partial(_has_rows, most=fewer), few=2 * FEW_BOXES)  # a row has two
@@ -258,13 +259,14 @@ def _graph_of(
     step: Callable[..., Any],
     args: tuple[Any, ...],
     net: Net,
+    jaxpr: Jaxpr,
     compiled: jax.stages.Compiled,
     program: Program,
     memory_and_live: tuple[StepMemory | None, dict[str, int]],
     seconds_or_folder: Mapping[str, float] | Path | None,
 ) -> tuple[StepGraph, Graph]:
     """The step and the network of one net, and the program that was compiled for it."""
-    mesh, devices = mesh_of(compiled, args), device_count(compiled)
+    mesh, devices = mesh_of(compiled, args, jaxpr), device_count(compiled)
     memory, live = memory_and_live
     names = name_drafts(net)
     places = Places(program, net, names)
@@ -283,7 +285,7 @@ def _graph_of(
         optimizers=tuple(_layer(places, Row(draft), {}, part) for draft in phases.optimizers),
         edges=edges_of(places, mesh, devices),
         collectives=tuple(placing.place(send) for send in sends_of(program, mesh, devices)),
-        arguments=arguments_of(program, compiled, leaf_names, args),
+        arguments=arguments_of(program, compiled, leaf_names, args, mesh),
         mesh=tuple(mesh.items()),
         devices=devices,
         total_params=network.total_params,
@@ -299,10 +301,10 @@ def _traced(
     params_argnums: int | Sequence[int] | None,
     repeats: bool,
     rules: Sequence[Call | Pattern | Rule],
-) -> Net:
-    """The layers of a step."""
+) -> tuple[Net, Jaxpr]:
+    """The layers of a step, and its jaxpr."""
     try:
-        raw, _, _ = read(traced, args, {}, params_argnums)
+        raw, jaxpr, _ = read(traced, args, {}, params_argnums)
     except Exception as error:
         if str(error).startswith("viz: "):  # an argument that is no array, an option
             raise
@@ -311,7 +313,7 @@ def _traced(
     net = all_layers(raw, repeats, rules)
     name_parts(net)
     close_conditions(net)
-    return net
+    return net, jaxpr
 
 
 def _compiled(step: Callable[..., Any], traced: Callable[..., Any], args: tuple[Any, ...]) -> jax.stages.Compiled:
