@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ..._core.text import plural
 from .._fold.calls import OPTIMIZERS
 from .._fold.cells import COLLECTIVES
 from .._graph import BACKWARD
@@ -11,7 +12,7 @@ from .._layout.collapse import close_groups
 from .._layout.net import Draft, Net
 from .._scopes import Path, Scope, common_prefix
 from .._searches import reach, readers
-from .phases import CHOICE, COMPRESSION, is_update
+from .phases import CHOICE, COMPRESSION, MOVE, is_update
 
 
 def name_parts(net: Net) -> None:
@@ -30,6 +31,28 @@ def name_parts(net: Net) -> None:
         close_groups(net, [(((Scope(COMPRESSION),), False), codes)])
     for draft in (draft for draft in net.layers if draft.op == COMPRESSION):
         draft.detail, draft.name, draft.path = "", "", ()
+
+
+def close_moves(net: Net) -> None:
+    """Close what moves params between two passes, as in sharpness-aware minimization, to one box for each time.
+
+    It is an update behind gradients that layers before later gradients read.
+    """
+    sources = net.sources()
+    readers_of = readers(sources)
+    gradients = {draft.at for draft in net.layers if draft.op.endswith(BACKWARD)}
+    before, after = reach(gradients, sources), reach(gradients, readers_of)
+    updates = {draft.at: draft for draft in net.layers if draft.at in after and draft.weights and is_update(draft)}
+    layers = {d.at for d in net.layers if d.at in before and d.at not in gradients | updates.keys()}
+    moves = [draft for at, draft in updates.items() if not layers.isdisjoint(readers_of.get(at, ()))]
+    if moves:
+        close_groups(net, [(((Scope(MOVE),), False), moves)])
+    ats = {draft.at for draft in moves}
+    for draft in (draft for draft in net.layers if draft.at in ats or draft.op == MOVE):
+        draft.op, draft.detail = MOVE, plural(len(draft.weights), "array")
+        draft.name, draft.path = "", ()
+    for draft in net.layers:  # updates, and what is sent for them, are in no part of the network
+        draft.alone = draft.at in after and (is_update(draft) or draft.op in COLLECTIVES)
 
 
 def close_conditions(net: Net) -> None:

@@ -49,7 +49,7 @@ def edges_of(places: Places, mesh: dict[str, int], devices: int) -> tuple[StepEd
             else None
         )
         edges[ends] = StepEdge(*ends, value.shape, value.dtype, local_shape, spec)
-    return (*edges.values(), *_gradients(places), *_followers(places), *_metrics(places))
+    return (*edges.values(), *_gradients(places), *_followers(places), *_moved(places), *_metrics(places))
 
 
 def _ends(source: Draft, target: Draft, places: Places) -> tuple[str, str, Phase] | None:
@@ -77,7 +77,8 @@ def _gradients(places: Places) -> list[StepEdge]:
     goals = {draft.at for draft in phases.optimizers}
     # Codes of compressed gradients are new state too, and stand before the optimizer.
     params = {weight for row in phases.rows for each in (row.draft, *row.gathered) for weight in each.weights}
-    hands_on = [*phases.glue, *(draft for draft in phases.optimizers if not changes_params(draft, params))]
+    hands_on = [d for d in phases.optimizers if not (changes_params(d, params) or d.at in phases.moves)]
+    hands_on += phases.glue
     goals -= phases.follows.keys()
     on = {draft.at: [target for target, _ in readers.get(draft.at, ())] for draft in hands_on}
     edges: dict[tuple[str, str], StepEdge] = {}
@@ -102,6 +103,17 @@ def _followers(places: Places) -> list[StepEdge]:
         phase: Phase = "elsewhere" if follower in phases.beside else "optimizer"
         edges.append(StepEdge(names[update], names[follower], phase, array.shape, array.dtype))
     return edges
+
+
+def _moved(places: Places) -> list[StepEdge]:
+    """One edge from what moves params to each layer of the pass that reads these."""
+    names, drafts, values = places.names, {draft.at: draft for draft in places.net.drafts}, places.net.raw.values
+    made = {at: values[drafts[at].value] for at in places.phases.moves}
+    return [
+        StepEdge(names[at], names[layer], "parameters", made[at].shape, made[at].dtype)
+        for at, layers in places.phases.moves.items()
+        for layer in layers
+    ]
 
 
 def _metrics(places: Places) -> list[StepEdge]:

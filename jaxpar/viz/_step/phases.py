@@ -19,6 +19,7 @@ from .graph import Phase, StepLayer
 from .results import metrics_of, results_of
 
 COMPRESSION = "compression"  # what makes codes of gradients, and gradients of codes
+MOVE = "moved params"  # what makes the params of a later pass
 CHOICE = "keep or update"  # what chooses between the old state and the new one, behind all else
 
 
@@ -43,6 +44,7 @@ class Phases:
     row_of: dict[int, Row] = field(default_factory=dict)  # of each forward and backward draft
     # What follows an update and is given no gradient itself, and that update: the mean of the params every few steps.
     follows: dict[int, int] = field(default_factory=dict)
+    moves: dict[int, list[int]] = field(default_factory=dict)  # what moves params for a later pass: its layers
     beside: set[int] = field(default_factory=set[int])  # those of them that leave the params as they are: running means
     late: set[int] = field(default_factory=set[int])  # updates by gradients of an earlier step, which are in the state
     waiting: list[int] = field(default_factory=list[int])  # the layers whose gradients go there in this step
@@ -97,7 +99,7 @@ def phases_of(net: Net) -> Phases:
             phases.of[draft.at] = "parameters"
         elif draft.at in gradients or draft.at in again:
             phases.of[draft.at] = "backward"
-        elif draft.at in after and (draft.at not in layers or draft.at in sums):
+        elif draft.op == MOVE or (draft.at in after and (draft.at not in layers or draft.at in sums)):
             phases.of[draft.at] = "optimizer"
         elif draft.at in before or draft.at in layers:  # also of a second network, behind the update of the first
             phases.of[draft.at] = "forward"
@@ -117,6 +119,11 @@ def phases_of(net: Net) -> Phases:
         for row in rows[:1] if draft.weights else ():
             row.gathered.append(draft)
 
+    for draft in (draft for draft in net.layers if draft.op == MOVE and phases.of[draft.at] == "optimizer"):
+        phases.moves[draft.at] = sorted(
+            {row.draft.at for row in phases.rows}.intersection(readers_of.get(draft.at, ()))
+        )
+
     # Which of what is after the gradients has a box: what makes a new state of them. The rest is glue.
     shapes = {name: raw.values[number].shape for name, number in zip(raw.output_names, raw.outputs, strict=True)}
     makes_state = {d.at for d in net.layers if any(name not in results or shapes[name] for name in d.outputs)}
@@ -134,9 +141,11 @@ def phases_of(net: Net) -> Phases:
         else:
             # A schedule is given no gradient. What skips a step chooses between what there is already. A norm that is
             # only reported makes no new state.
-            is_own = draft.op == COMPRESSION or draft.weights or any(name not in results for name in draft.outputs)
+            is_own = (
+                draft.op in (COMPRESSION, MOVE) or draft.weights or any(name not in results for name in draft.outputs)
+            )
             is_glue = not (is_given and is_own and _computes_with(raw, draft, of_gradients))
-        is_glue |= draft.op in (*COLLECTIVES, CHOICE) or draft.at not in leads_to_state
+        is_glue |= draft.op in (*COLLECTIVES, CHOICE) or draft.at not in (leads_to_state | phases.moves.keys())
         is_glue |= bool(late) and draft.at not in late  # into the state, out of it, or a choice behind the update
         (phases.glue if is_glue else phases.optimizers).append(draft)
         if draft.at not in leads_to_state:
@@ -161,6 +170,7 @@ def phases_of(net: Net) -> Phases:
 
     trained = [row.draft for row in phases.rows if row.backward]
     losses = {draft.at for draft in trained if draft.op == "Loss" or draft is trained[-1]}
+    losses |= {draft.at for draft in trained if draft.layers > 1 and raw.values[draft.value].shape == ()}
     forward = {row.draft.at: row.draft for row in phases.rows}
     phases.metrics = metrics_of(net, forward, losses, phases.row_of.keys() | {one.at for one in phases.optimizers})
     return phases
@@ -222,7 +232,7 @@ def changes_params(box: Draft | StepLayer, params: Set[int] | Set[str]) -> bool:
 
     The codes of compressed gradients, in kind "sharded" an array for each gradient, read no params.
     """
-    return is_update(box) and (box.op in OPTIMIZERS or not params.isdisjoint(box.weights))
+    return is_update(box) and box.op != MOVE and (box.op in OPTIMIZERS or not params.isdisjoint(box.weights))
 
 
 def _gathers(net: Net, sources: Mapping[int, Iterable[int]], readers_of: Mapping[int, Iterable[int]]) -> set[int]:

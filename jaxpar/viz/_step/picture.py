@@ -101,6 +101,10 @@ class _Drawing:
         self.most = max((cost(part, self.heat) for part in costs), default=0) or 1
         self.cards = min(graph.devices, _CARDS)
         # By phase and layers. Only those of gradients are shared by several layers.
+        # What moves params for a later pass, and the layers that read these.
+        self.moves: dict[str, list[str]] = {}
+        for edge in (edge for edge in graph.edges if edge.phase == "parameters"):
+            self.moves.setdefault(edge.source, []).append(edge.target)
         self._sends: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
         for collective in (collective for collective in graph.collectives if collective.devices > 1):
             layers = collective.layers if collective.phase == "gradients" else collective.layers[:1]
@@ -142,12 +146,18 @@ class _Drawing:
             layer,
             forward=layer_lines(layer, layer.forward, options, backward=False),
             backward=layer_lines(layer, layer.backward, options, backward=True) if layer.backward else [],
-            band=weights_text(layer, self.graph.arguments) if layer.params else [],
+            band=self._band_text(layer),
             above=self._leaving("forward", layer),
             below=self._leaving("backward", layer),
             gather=self._gathered(layer),
             gradients=self._sent("gradients", (layer.name,)),
         )
+
+    def _band_text(self, layer: StepLayer) -> list[Line]:
+        """The lines of a layer's cell of the band."""
+        if any(layer.name in layers for layers in self.moves.values()):
+            return [("moved params", "plain")]
+        return weights_text(layer, self.graph.arguments) if layer.params else []
 
     def _place_rows(self) -> None:
         y = 0.0
@@ -270,6 +280,7 @@ class _Drawing:
         updates = self.graph.optimizers
         params = {weight for layer in self.graph.layers for weight in layer.weights}
         known = [one for one in updates if changes_params(one, params)] or list(updates)
+        known += [one for one in updates if one.name in self.moves and one not in known]
         self.known = {one.name for one in known}
         # What follows an update, such as the mean of the params every few steps, has a box of its own above it.
         follow = [edge for edge in self.graph.edges if edge.phase in ("optimizer", "elsewhere")]
@@ -490,7 +501,9 @@ class _Drawing:
                 yield line(self.behind[name], name, points, tooltip="updated by each device")
             is_last = name in self.behind or (name in self.known and any(target == name for _, target in ways))
             followed = {update for follower, update in self.behind.items() if follower not in self.beside}
-            if is_last and name not in followed | self.beside:
+            if name in self.moves:
+                yield from self._move(name, y)
+            elif is_last and name not in followed | self.beside:
                 yield from self._return(name, y)
         # Gradients that are summed go into the wall, each beside its layer, and come out of it as one arrow.
         for name, row in self.sent.items():
@@ -521,6 +534,14 @@ class _Drawing:
         for edge in self.network.edges:
             on.setdefault(edge.source, []).append(edge.target)
         return any(self.network[target].op in SENT for target in reach([layer.name], on))
+
+    def _move(self, name: str, y: float) -> Iterator[str]:
+        """The moved parameters, to the band above everything."""
+        if not (rows := [row for row in self.rows.values() if row.band]):
+            return
+        side, above, x = self._right("optimizer"), self.top + 7 * self.cards, self.x["band"]
+        points = [(side, y), (side + 6, y), (side + 6, above), (x, above), (x, rows[-1].y + rows[-1].height / 2)]
+        yield line(name, "parameters", points, color=_BAND_LINE, penwidth=1.5, tooltip="the moved parameters")
 
     def _return(self, name: str, y: float) -> Iterator[str]:
         """The updated parameters, back to the band below everything."""

@@ -30,7 +30,7 @@ from .._program.memory import StepMemory, memory_of
 from .._program.sends import sends_of
 from .._read.costs import Jaxpr
 from .._trace import all_layers, close
-from .closing import close_conditions, name_parts
+from .closing import close_conditions, close_moves, name_parts
 from .edges import arguments_of, device_count, edges_of, mesh_of
 from .gathered import read_as_params
 from .graph import StepGraph, StepLayer, StepPart
@@ -312,6 +312,7 @@ def _traced(
     read_as_params(raw)
     net = all_layers(raw, repeats, rules)
     name_parts(net)
+    close_moves(net)
     close_conditions(net)
     return net, jaxpr
 
