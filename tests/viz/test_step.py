@@ -632,6 +632,54 @@ def test_rows_of_a_table_are_put_back_in_a_box_with_a_name():
     assert "rows into a table" in m.words(plot)
 
 
+TWO_BITS = {"type": "2bit", "threshold": 0.5}
+GRID = {  # the optimizer, what else there is, the options
+    "local, momentum": ("SGD", TX, {"kind": "local", "accumulate": 2}),
+    "pmap, lamb": ("LAMB", optax.lamb(0.1), {"engine": "pmap", "remat": True}),
+    "sharded, adamw": ("AdamW", optax.adamw(0.1), {"kind": "sharded", "nonfinite": "stop", "accumulate": 2}),
+    "jit, schedule free": ("ScheduleFree", optax.contrib.schedule_free_adamw(0.1), {"engine": "jit"}),
+    "jit, muon": ("Muon", optax.contrib.muon(0.1), {"engine": "jit", "loss_scale": "dynamic"}),
+    "jit, sharded, lion": ("Lion", optax.lion(0.1), {"engine": "jit", "kind": "sharded", "nonfinite": "skip"}),
+    "multi steps": ("Adam", optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), {"nonfinite": "skip"}),
+    "sgd, int8": ("SGD", optax.sgd(0.1), {"compression": {"type": "int8"}, "accumulate": 2}),
+    "sharded, 1bit": ("Adam", optax.adam(0.1), {"compression": {"type": "1bit"}, "kind": "sharded"}),
+    "local, bf16": ("Adam", optax.adam(0.1), {"compression": {"type": "bf16"}, "kind": "local"}),
+    "2bit, skip": ("Adam", optax.adam(0.1), {"compression": TWO_BITS, "nonfinite": "skip", "remat": True}),
+    "late": ("Adafactor", optax.adafactor(0.1), {"kind": "dist_async", "staleness": 1, "accumulate": 2}),
+    "bfloat16": ("Adam", optax.adam(0.1), {"compute_dtype": jnp.bfloat16, "kind": "sharded", "record": ("grad_norm",)}),
+    "one device": ("AdamW", optax.adamw(0.1), {"devices": jax.devices()[:1], "nonfinite": "stop", "accumulate": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GRID)
+def test_every_picture_of_a_step(name, capsys):
+    """The step, as high as its bytes and with all open; its network, the page and the table."""
+    optimizer, tx, options = GRID[name]
+    args = made_step(tx=tx, params=small_params(), **options)
+    count = LAYERS * (16 * 16 + 16)
+    for shown in ({}, {"height": "memory", "limit": 10_000}, {"max_nodes": None, "repeats": False}, {"depth": 0}):
+        plot = viz.plot_step(*args, **shown)
+        graph, words = plot.step, m.words(plot)
+        names = [layer.name for layer in graph.layers if layer.params]
+        assert names == NAMES or (len(names) == 1 and shown == {"depth": 0})  # the loop of the microbatches
+        assert graph.total_params == sum(layer.params for layer in graph.layers) == count
+        assert [one.op for one in graph.optimizers if one.op != "compression"] == [optimizer]
+        assert {source for source, _ in gradient_edges(graph)} == set(names)
+        sent = {layer for one in graph.collectives if one.phase == "gradients" for layer in one.layers}
+        assert sent == (set(names) if graph.devices > 1 else set())
+        assert [edge.target for edge in graph.edges if edge.phase == "metrics"] == ["loss"]
+        assert not re.findall(r"jaxpar\.|slice|Concat", words)
+        assert ("live" in words) == (graph.memory is not None)
+    network = viz.plot_network(*args)
+    assert network.html()
+    assert network.network.total_params == count
+    viz.print_summary(*args, memory=True)
+    table = capsys.readouterr().out
+    assert f"Total params: {count}\nTrainable params: {count}\n" in table
+    assert "jaxpar." not in table
+
+
 def test_a_gradient_of_each_example_by_itself():
     def step(params, batch, key):
         def of_one(x, y):

@@ -15,6 +15,17 @@ from .._searches import reach, readers
 from .phases import CHOICE, COMPRESSION, MOVE, is_update
 
 
+def open_remats(net: Net) -> None:
+    """Take away the scopes of remat: what it computes again is part of the gradient of a layer that is outside of it."""
+
+    def without(path: Path) -> Path:
+        return tuple(part for part in path if not (part.is_region and part.name == "remat"))
+
+    for draft in net.drafts:
+        draft.scope = without(draft.scope)
+    net.repeats = {without(path): count for path, count in net.repeats.items()}
+
+
 def name_parts(net: Net) -> None:
     """Call parts of jaxpar's own step what they are for readers, and not as their functions are called."""
     for draft in (draft for draft in net.layers if draft.op not in COLLECTIVES | OPTIMIZERS):
@@ -27,8 +38,7 @@ def name_parts(net: Net) -> None:
         elif ("_step", "DeviceStep.finish_step") in frames:
             draft.op = CHOICE
     codes = [draft for draft in net.layers if draft.op == COMPRESSION]
-    if codes:  # one box before each collective, and one behind the last
-        close_groups(net, [(((Scope(COMPRESSION),), False), codes)])
+    _close_as(net, codes, COMPRESSION)  # one box before each collective, and one behind the last
     for draft in (draft for draft in net.layers if draft.op == COMPRESSION):
         draft.detail, draft.name, draft.path = "", "", ()
 
@@ -45,14 +55,20 @@ def close_moves(net: Net) -> None:
     updates = {draft.at: draft for draft in net.layers if draft.at in after and draft.weights and is_update(draft)}
     layers = {d.at for d in net.layers if d.at in before and d.at not in gradients | updates.keys()}
     moves = [draft for at, draft in updates.items() if not layers.isdisjoint(readers_of.get(at, ()))]
-    if moves:
-        close_groups(net, [(((Scope(MOVE),), False), moves)])
+    _close_as(net, moves, MOVE)
     ats = {draft.at for draft in moves}
     for draft in (draft for draft in net.layers if draft.at in ats or draft.op == MOVE):
         draft.op, draft.detail = MOVE, plural(len(draft.weights), "array")
         draft.name, draft.path = "", ()
     for draft in net.layers:  # updates, and what is sent for them, are in no part of the network
         draft.alone = draft.at in after and (is_update(draft) or draft.op in COLLECTIVES)
+
+
+def _close_as(net: Net, drafts: list[Draft], name: str) -> None:
+    """Close drafts to a box of this name, or to several where other layers are between them."""
+    if drafts:
+        around = common_prefix(draft.scope for draft in drafts)
+        close_groups(net, [(((*around, Scope(name)), False), drafts)])
 
 
 def close_conditions(net: Net) -> None:

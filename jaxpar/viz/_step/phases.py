@@ -13,7 +13,7 @@ from .._fold.calls import OPTIMIZERS
 from .._fold.cells import COLLECTIVES
 from .._graph import BACKWARD, Node
 from .._layout.net import Draft, Net
-from .._read.raw import Raw
+from .._read.raw import Eqn, Raw
 from .._searches import reach, readers
 from .graph import Phase, StepLayer
 from .results import metrics_of, results_of
@@ -71,7 +71,7 @@ def phases_of(net: Net) -> Phases:
 
     # The gradients, what is before them and what is after. Remat computes layers again in the backward pass.
     gradients = {draft.at for draft in net.layers if draft.op.endswith(BACKWARD)}
-    again = {d.at for d in net.layers if d.eqns and all(raw.eqns[number].again for number in d.eqns)}
+    again = {d.at for d in net.layers if _is_computed_again([raw.eqns[number] for number in d.eqns])}
     before, after = reach(gradients | again, sources), reach(gradients, readers_of)
     layers = {draft.forward.at for draft in net.layers if draft.forward is not None}
     layers |= _computed_before(net, again, before | after)
@@ -174,6 +174,11 @@ def phases_of(net: Net) -> Phases:
     forward = {row.draft.at: row.draft for row in phases.rows}
     phases.metrics = metrics_of(net, forward, losses, phases.row_of.keys() | {one.at for one in phases.optimizers})
     return phases
+
+
+def _is_computed_again(eqns: list[Eqn]) -> bool:
+    """Whether remat computes all of these for a gradient. A closed remat may hold some of the gradient too."""
+    return any(eqn.again for eqn in eqns) and all(eqn.again or eqn.backward for eqn in eqns)
 
 
 def _of_gradients(raw: Raw) -> set[int]:

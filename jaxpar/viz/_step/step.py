@@ -30,7 +30,7 @@ from .._program.memory import StepMemory, memory_of
 from .._program.sends import sends_of
 from .._read.costs import Jaxpr
 from .._trace import all_layers, close
-from .closing import close_conditions, close_moves, name_parts
+from .closing import close_conditions, close_moves, name_parts, open_remats
 from .edges import arguments_of, device_count, edges_of, mesh_of
 from .gathered import read_as_params
 from .graph import StepGraph, StepLayer, StepPart
@@ -311,6 +311,7 @@ def _traced(
         raise _failure(step, args, "traced", error) from error
     read_as_params(raw)
     net = all_layers(raw, repeats, rules)
+    open_remats(net)
     name_parts(net)
     close_moves(net)
     close_conditions(net)
