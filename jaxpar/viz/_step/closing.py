@@ -16,7 +16,7 @@ from .phases import CHOICE, COMPRESSION, MOVE, is_update
 
 
 def open_remats(net: Net) -> None:
-    """Take away the scopes of remat: what it computes again is part of the gradient of a layer that is outside of it."""
+    """Take away the scopes of remat. What it computes again is part of the gradient of a layer outside of it."""
 
     def without(path: Path) -> Path:
         return tuple(part for part in path if not (part.is_region and part.name == "remat"))
