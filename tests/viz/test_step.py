@@ -487,6 +487,16 @@ def test_sophia_is_an_optimizer_with_a_name():
     assert {source for source, _ in gradient_edges(graph)} == set(NAMES)
 
 
+def test_the_name_of_a_loop_covers_no_box():
+    """The frame of the microbatches had its name on the gradient of the loss."""
+    plot = viz.plot_step(*made_step(accumulate=2, params=small_params()))
+    boxes = re.findall(r'^\t"([^"]+)" \[pos="[-\d.]+,([-\d.]+)".* height="([\d.]+)"', plot.source, re.M)
+    lowest = {name: float(y) - 36 * float(height) for name, y, height in boxes}
+    highest = {name: float(y) + 36 * float(height) for name, y, height in boxes}
+    (name,) = (name for name in lowest if name.startswith("name of "))
+    assert lowest[name] >= highest["loss0 (backward)"]
+
+
 def sends_of_programs(made, state, batch):
     """The kind and the bytes of each collective of all programs that the host starts."""
     programs = [part.traced.lower().compile() for part in made.parts(state, batch)[2]]

@@ -317,8 +317,12 @@ class _Drawing:
 
     def height(self) -> float:
         """Of all of it, in points."""
+        return self._highest() - self.bottom + LINE + 12 + _CAPTION
+
+    def _highest(self) -> float:
+        """Where everything ends, and the way of moved parameters is."""
         highest = max(self.top + 7 * (self.cards - 1), self.results_y + size(self.results)[1] / 2)
-        return highest - self.bottom + LINE + 12 + _CAPTION
+        return highest + 8 * bool(self.moves)
 
     def _head(self) -> list[str]:
         """`nop2` draws nodes and edges where they say that they are."""
@@ -366,6 +370,7 @@ class _Drawing:
         beside = self._right("band" if "band" in self.x else "forward")
         for path, rows in groups.items():
             low, high = rows[0].y - rows[0].height / 2 - 9, rows[-1].y + rows[-1].height / 2 + 9
+            high += LINE if rows[-1].backward else 0  # its name is above the box of the gradient
             look = {"style": "filled,rounded,dashed", "fillcolor": self.theme.region, "color": self.theme.faint}
             name, middle = "/".join(path), ((left + right) / 2, (low + high) / 2)
             yield node(f"block {name}", middle, (right - left, high - low), label="", **look)
@@ -539,7 +544,7 @@ class _Drawing:
         """The moved parameters, to the band above everything."""
         if not (rows := [row for row in self.rows.values() if row.band]):
             return
-        side, above, x = self._right("optimizer"), self.top + 7 * self.cards, self.x["band"]
+        side, above, x = self._right("optimizer"), self._highest(), self.x["band"]
         points = [(side, y), (side + 6, y), (side + 6, above), (x, above), (x, rows[-1].y + rows[-1].height / 2)]
         yield line(name, "parameters", points, color=_BAND_LINE, penwidth=1.5, tooltip="the moved parameters")
 
