@@ -22,7 +22,7 @@ from .._draw.style import Options
 from .._fold.calls import Call
 from .._fold.templates import Pattern, Rule
 from .._function import check_picture, check_trace, drawn_for, read
-from .._graph import Graph
+from .._graph import BACKWARD, Graph
 from .._layout.collapse import FEW_BOXES, close_until
 from .._layout.net import Draft, Net, name_drafts, to_graph
 from .._program.hlo import Program, program_of
@@ -311,11 +311,19 @@ def _traced(
         raise _failure(step, args, "traced", error) from error
     read_as_params(raw)
     net = all_layers(raw, repeats, rules)
+    if repeats and any(_joins_layers(draft) for draft in net.layers):
+        # Gradients of gradients come again for layers that do not, and would all be of one of these.
+        return _traced(step, traced, args, params_argnums, False, rules)
     open_remats(net)
     name_parts(net)
     close_moves(net)
     close_conditions(net)
     return net, jaxpr
+
+
+def _joins_layers(draft: Draft) -> bool:
+    """Whether gradients of several layers are drawn as copies of one, and the layers are not."""
+    return draft.op.endswith(BACKWARD) and draft.repeat > 1 and draft.layer.repeat == 1
 
 
 def _compiled(step: Callable[..., Any], traced: Callable[..., Any], args: tuple[Any, ...]) -> jax.stages.Compiled:
