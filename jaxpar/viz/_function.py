@@ -97,7 +97,8 @@ def read(
 
 def drawn_for(fn: Callable[..., Any]) -> Callable[..., Any]:
     """What pictures trace: a function itself, or what a step of jaxpar has for them."""
-    return getattr(fn, "_for_picture", None) or fn
+    is_step = type(fn).__module__.startswith("jaxpar.train.")  # another object may have an attribute of any name
+    return (is_step and getattr(fn, "_for_picture", None)) or fn
 
 
 def _with_shapes(fn: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -247,7 +247,7 @@ def read_step(
 
 def _is_one_program(step: Callable[..., Any]) -> bool:
     """Whether the host starts one program for each step, and not several as with virtual shards."""
-    return getattr(step, "virtual_shards", None) is None
+    return not type(step).__module__.startswith("jaxpar.train.") or getattr(step, "virtual_shards", None) is None
 
 
 def _has_rows(net: Net, most: int) -> bool:
