@@ -26,6 +26,7 @@ import numpy as np
 
 from .._core import checks
 from .._core.text import did_you_mean, plural
+from ._copies import count_copies
 from ._draw.style import DIRECTIONS, THEMES, Options
 from ._fold.calls import Call
 from ._fold.templates import Pattern, Rule
@@ -90,7 +91,15 @@ def read(
             f"array or a jax.ShapeDtypeStruct? {type(error).__name__}: {error}"
         ) from error
     results = [name_of("output", path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
-    return jaxpr.read(closed, bound.arguments, [*results, *changed], bound.captured), closed, bound.arrays
+    raw = jaxpr.read(closed, bound.arguments, [*results, *changed], bound.captured)
+    count_copies(raw)
+    return raw, closed, bound.arrays
+
+
+def drawn_for(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What pictures trace: a function itself, or what a step of jaxpar has for them."""
+    is_step = type(fn).__module__.startswith("jaxpar.train.")  # another object may have an attribute of any name
+    return (is_step and getattr(fn, "_for_picture", None)) or fn
 
 
 def _with_shapes(fn: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:

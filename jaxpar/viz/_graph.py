@@ -18,7 +18,7 @@ class Sizes:
     """The memory of a function's arrays, in bytes.
 
     Attributes:
-        params: bytes of the used parameters, each counted once.
+        params: bytes of the used parameters, each counted once, with all copies for the devices of a `jax.pmap`.
         inputs: bytes of the other arguments, except the optimizer state.
         optimizer: bytes of the arguments that only an optimizer reads. 0 without a gradient.
         forward, backward: bytes of the first output of each layer and of each gradient. A scan counts each iteration.
@@ -141,6 +141,8 @@ class Graph:
         uncounted: the primitives whose FLOPs are unknown and missing in the sums.
         total_state: elements of the arrays that no optimizer trains, each counted once.
         total_constants: elements of captured arrays other than parameters and scalars, each counted once.
+        copies: on how many devices the parameters are, where `jax.pmap` is given them with an axis for its devices. All
+            counts are those of one device then.
     """
 
     nodes: tuple[Node, ...]
@@ -154,6 +156,7 @@ class Graph:
     uncounted: tuple[str, ...] = ()
     total_state: int = 0
     total_constants: int = 0
+    copies: int = 1
 
     @property
     def inputs(self) -> tuple[Node, ...]:
@@ -190,6 +193,16 @@ class Graph:
             "equation": self.equations,
         }
         return f"Graph({', '.join(plural(count, noun) for noun, count in counts.items())})"
+
+
+def parameters(graph: Graph) -> str:
+    """How many parameters there are: "816 parameters", "816 parameters on each of 4 devices"."""
+    return f"{graph.total_params:,} parameters{on_each_device(graph)}"
+
+
+def on_each_device(graph: Graph) -> str:
+    """ " on each of 4 devices" where a `pmap` is given so many copies of the parameters. Else empty."""
+    return f" on each of {graph.copies} devices" if graph.copies > 1 else ""
 
 
 def human(number: float, unit: str) -> str:

@@ -22,7 +22,7 @@ from ._fold.calls import CALLS, Call, fold_calls, fold_helpers, fold_optimizers,
 from ._fold.cells import Cells, break_cycles
 from ._fold.known import RULES, fold_patterns
 from ._fold.templates import Pattern, Rule
-from ._function import check_picture, check_trace, read, true_or_false
+from ._function import check_picture, check_trace, drawn_for, read, true_or_false
 from ._graph import Graph, Node
 from ._layout.arrays import demote_constants, mark_state, set_sizes
 from ._layout.build import build, join_arguments
@@ -94,7 +94,7 @@ def trace(
     def graph(raw: Raw) -> Graph:
         return to_graph(layers(raw, depth, max_nodes, repeats, rules, open))
 
-    raw, _, _ = read(fn, args, kwargs, params_argnums, ("graph", graph))
+    raw, _, _ = read(drawn_for(fn), args, kwargs, params_argnums, ("graph", graph))
     return graph(raw)
 
 
@@ -248,7 +248,7 @@ def plot_network(
         close(net, depth, most, open)
         return Plot(to_graph(net), options, time_limit, functools.partial(whole_of, every, net), asked)
 
-    raw, _, _ = read(fn, args, kwargs, params_argnums, ("plot", draw))
+    raw, _, _ = read(drawn_for(fn), args, kwargs, params_argnums, ("plot", draw))
     return draw(raw)
 
 

@@ -301,7 +301,7 @@ def test_batches_that_are_refused():
         step(state, data.PaddedBatch(batches()[0], 4))
     with pytest.raises(ValueError, match="several programs"):
         step.many(state, jax.tree.map(lambda x: np.stack([x[:48]] * 2), batches()[0]))
-    with pytest.raises(ValueError, match="cannot run inside jit, grad or a picture"):
+    with pytest.raises(ValueError, match="cannot run inside jit or grad; call it outside"):
         jax.jit(step)(state, batches()[0])
     with pytest.raises(ValueError, match="a batch of 44 cannot be divided by 8 virtual shards"):
         data.batches(DATASET, 44, virtual_shards=V)

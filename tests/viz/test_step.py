@@ -20,6 +20,7 @@ from jaxpar.models import lenet, transformer
 from jaxpar.viz._layout.net import Net
 from jaxpar.viz._program import memory
 from jaxpar.viz._program.hlo import program_of
+from jaxpar.viz._program.sends import sends_of
 from jaxpar.viz._read.raw import Raw, Value
 from jaxpar.viz._step.places import Places
 
@@ -250,8 +251,6 @@ STEPS_OF_TRAIN = {
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", STEPS_OF_TRAIN)
 def test_the_wall_of_each_kind_of_step(name):
-    if name == "jit" and jax.__version_info__ < (0, 11):
-        pytest.skip("jax 0.10 does not say which optimizer and which loss the operations of a jitted step belong to")
     options, shown = STEPS_OF_TRAIN[name]
     where = {"devices": jax.devices()[:4], "engine": "shard_map", **options}
     state, made = train.start(arguments()[0], optax.adam(0.1), lambda p, batch, rng: (loss_fn(p, batch), {}), **where)
@@ -268,6 +267,7 @@ def test_the_wall_of_each_kind_of_step(name):
     # The codes of compressed gradients go into it, from the box that makes them of residuals.
     others = {layer.name for layer in plot.step.optimizers} - {"Adam"}
     assert len(others & into_the_wall) == ("compression" in options)
+    assert len(others) <= 3 * ("compression" in options)  # before each collective, and behind the last
 
 
 def test_what_gathers_params_is_no_layer():
@@ -387,11 +387,19 @@ def test_another_network_may_be_updated_by_earlier_gradients_beside(by_hand):
 NAMES = [f"layer{number}" for number in range(LAYERS)]
 
 
-def made_step(batch=32, tx=None, loss=loss_fn, **options):
+def made_step(batch=32, tx=None, loss=loss_fn, params=None, **options):
     """The arguments of `plot_step` for a step of `train.start` on four devices."""
     options = {"devices": jax.devices()[:4], **options}
-    state, made = train.start(arguments()[0], tx or optax.adam(0.1), lambda p, b, rng: (loss(p, b), {}), **options)
-    return made, state, {name: np.ones((batch, WIDTH), np.float32) for name in "xy"}
+    params = params or arguments()[0]
+    state, made = train.start(params, tx or optax.adam(0.1), lambda p, b, rng: (loss(p, b), {}), **options)
+    width = params["layer0"]["b"].size
+    return made, state, {name: np.ones((batch, width), np.float32) for name in "xy"}
+
+
+def small_params(width=16):
+    """Params whose gradients are in one bucket."""
+    layer = {"w": np.ones((width, width), np.float32), "b": np.ones(width, np.float32)}
+    return {name: jax.tree.map(np.copy, layer) for name in NAMES}
 
 
 def gradient_edges(graph):
@@ -438,6 +446,248 @@ def test_microbatches_of_one_example(options):
     assert {source for source, _ in gradient_edges(graph)} == set(NAMES)
     sums = [one for one in graph.collectives if one.phase == "gradients"]
     assert {layer for one in sums for layer in one.layers} == set(NAMES)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("options", [{"compute_dtype": jnp.bfloat16}, {}, {"accumulate": 2}, {"remat": True}])
+def test_a_sum_that_is_fused_is_of_all_its_layers(options):
+    """In bfloat16 it was of the last layer alone, which the fusion of all gradients goes by."""
+    graph = viz.trace_step(*made_step(kind="sharded", params=small_params(), **options))
+    sums = [one for one in graph.collectives if one.phase == "gradients"]
+    assert [(one.bytes, set(one.layers)) for one in sums] == [(4 * graph.total_params, set(NAMES))]
+
+
+def test_norms_that_are_reported_are_no_gradients():
+    """Kind "sharded" sums the squares of shares, with the loss. The sum was called one of gradients."""
+    graph = viz.trace_step(*made_step(kind="sharded", params=small_params(), record=("grad_norm", "update_norm")))
+    assert [one.phase for one in graph.collectives if one.bytes < 100] == ["elsewhere"]
+
+
+def test_an_optimizer_of_several_says_all():
+    """A `multi_transform` of Adam and SGD was called Adam."""
+    tx = optax.multi_transform({"a": optax.adam(0.1), "s": optax.sgd(0.1)}, dict(zip(NAMES, "aas", strict=True)))
+    plot = viz.plot_step(*made_step(tx=tx))
+    assert [(one.op, one.detail) for one in plot.step.optimizers] == [("Adam", "and SGD, 6 arrays")]
+    assert "and SGD, 6 arrays" in m.words(plot)
+    assert [one.detail for one in viz.trace_step(*made_step(tx=optax.contrib.muon(0.1))).optimizers] == ["6 arrays"]
+
+
+def test_sophia_is_an_optimizer_with_a_name():
+    tx = optax.contrib.sophia(0.1)
+
+    def update(params, opt_state, batch):
+        changes, opt_state = tx.update(
+            jax.grad(loss_fn)(params, batch), opt_state, params, obj_fn=lambda p: loss_fn(p, batch)
+        )
+        return optax.apply_updates(params, changes), opt_state
+
+    params, _, batch = arguments()
+    graph = viz.trace_step(update, params, tx.init(params), batch)
+    assert {one.op for one in graph.optimizers} == {"Sophia"}
+    assert {source for source, _ in gradient_edges(graph)} == set(NAMES)
+
+
+def test_the_name_of_a_loop_covers_no_box():
+    """The frame of the microbatches had its name on the gradient of the loss."""
+    plot = viz.plot_step(*made_step(accumulate=2, params=small_params()))
+    boxes = re.findall(r'^\t"([^"]+)" \[pos="[-\d.]+,([-\d.]+)".* height="([\d.]+)"', plot.source, re.M)
+    lowest = {name: float(y) - 36 * float(height) for name, y, height in boxes}
+    highest = {name: float(y) + 36 * float(height) for name, y, height in boxes}
+    (name,) = (name for name in lowest if name.startswith("name of "))
+    assert lowest[name] >= highest["loss0 (backward)"]
+
+
+def sends_of_programs(made, state, batch):
+    """The kind and the bytes of each collective of all programs that the host starts."""
+    programs = [part.traced.lower().compile() for part in made.parts(state, batch)[2]]
+    sends = [send for compiled in programs for send in sends_of(program_of(compiled), {}, 4)]
+    return sorted((send.kind, send.bytes * send.times) for send in sends)
+
+
+VIRTUAL = [
+    (4, 32, {}),
+    (8, 64, {"nonfinite": "skip", "accumulate": 2}),
+    (6, 48, {}),  # two shards on each of three devices
+    (7, 56, {}),  # the third device has two that it cannot add
+]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("shards", "rows", "options"), VIRTUAL)
+def test_a_step_over_virtual_shards_is_drawn_as_one_program(shards, rows, options):
+    """It was an error, as the host starts several programs."""
+    args = made_step(rows, virtual_shards=shards, **options)
+    plot = viz.plot_step(*args)
+    graph = plot.step
+    assert sorted((one.kind, one.total_bytes) for one in graph.collectives) == sends_of_programs(*args)
+    assert graph.devices == 4
+    assert [layer.name for layer in graph.layers if layer.params] == NAMES
+    assert [one.op for one in graph.optimizers] == ["Adam"]
+    assert gradient_edges(graph) == {(name, "Adam") for name in NAMES}
+    assert {name for one in graph.collectives if one.phase == "gradients" for name in one.layers} == set(NAMES)
+    assert [edge.target for edge in graph.edges if edge.phase == "metrics"][:1] == ["loss"]
+    assert graph.memory is None  # each program has its own
+    assert viz.trace(*args).total_params == graph.total_params == LAYERS * (WIDTH * WIDTH + WIDTH)
+    args[0](*args[1:])  # the state is still there
+
+
+@pytest.mark.parametrize("option", [{"height": "memory"}, {"heat": "memory"}])
+def test_the_memory_of_several_programs_is_not_drawn(option):
+    with pytest.raises(ValueError, match=r"several programs of a step with virtual_shards .* train\.plan"):
+        viz.plot_step(*made_step(virtual_shards=4), **option)
+
+
+def test_a_profile_of_several_programs(tmp_path):
+    with pytest.raises(ValueError, match="several programs for each step with virtual_shards"):
+        viz.trace_step(*made_step(virtual_shards=4), profile=tmp_path)
+
+
+def test_a_step_that_refuses_its_state_says_why():
+    with pytest.raises(ValueError, match=r"kind 'local' keeps a value on one device; use kind 'device', or 'sharded'"):
+        viz.plot_step(*made_step(kind="local", engine="jit"))
+
+
+def mapped_step(params, opt_state, batch):
+    loss, grads = jax.lax.pmean(jax.value_and_grad(loss_fn)(params, batch), "data")
+    updates, opt_state = TX.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+def stacked(tree, count=4):
+    return jax.tree.map(lambda leaf: np.stack([leaf] * count), tree)
+
+
+def test_params_that_pmap_is_given_as_copies_count_once(capsys):
+    """The picture, the table and the totals had four times as many."""
+    params, opt_state, batch = arguments()
+    args = stacked(params), stacked(opt_state), {name: x.reshape(4, 8, WIDTH) for name, x in batch.items()}
+    made, count = jax.pmap(mapped_step, "data", devices=jax.devices()[:4]), LAYERS * (WIDTH * WIDTH + WIDTH)
+    plot = viz.plot_step(made, *args)
+    assert plot.step.total_params == sum(layer.params for layer in plot.step.layers) == count
+    assert f"{count:,} parameters on each of 4 devices" in m.words(plot)
+    viz.print_summary(made, *args)
+    table = capsys.readouterr().out
+    assert f"Total params: {count:,} on each of 4 devices\nTrainable params: {count:,}\n" in table
+    assert viz.trace(made, *args).copies == 4
+
+
+def test_params_that_are_no_copies_are_counted_as_they_are():
+    params, opt_state, batch = arguments()
+    count = LAYERS * (WIDTH * WIDTH + WIDTH)
+    batches = {name: x.reshape(4, 8, WIDTH) for name, x in batch.items()}
+
+    def gathers(shares, batch):  # each device has a quarter of each param
+        params = jax.tree.map(lambda x: jax.lax.all_gather(x, "data", tiled=True), shares)
+        return jax.lax.pmean(jax.grad(loss_fn)(params, batch), "data")
+
+    def scaled(params, scale, batch):  # one param is read outside of the map too
+        return jnp.sum(scale["s"]) * jax.pmap(loss_fn, in_axes=(0, 0), devices=jax.devices()[:4])(params, batch)
+
+    axes = (None, None, 0)
+    once = viz.trace(jax.pmap(mapped_step, "data", in_axes=axes, devices=jax.devices()[:4]), params, opt_state, batches)
+    shares = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), params)
+    gathered = viz.trace(jax.pmap(gathers, "data", devices=jax.devices()[:4]), shares, batches)
+    outside = viz.trace(scaled, stacked(params), {"s": np.ones((2, 3), np.float32)}, batches, params_argnums=(0, 1))
+    assert [(graph.copies, graph.total_params) for graph in (once, gathered, outside)] == [
+        (1, count),
+        (1, count),
+        (1, 4 * count + 6),
+    ]
+
+
+def test_arrays_of_the_host_go_where_the_map_over_devices_says():
+    """The sum was "over 4 devices", without the axis, and each device had the whole batch."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    made = jax.shard_map(mapped_step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=False)
+    plot = viz.plot_step(made, *arguments())
+    assert plot.step.mesh == (("data", 4),)
+    assert {one.axes for one in plot.step.collectives} == {("data",)}
+    named = {argument.name: (argument.local_shape, argument.spec) for argument in plot.step.arguments}
+    assert named["batch['x']"] == ((8, WIDTH), ("data", ""))
+    assert named["params['layer0']['w']"] == ((WIDTH, WIDTH), ("", ""))
+    assert "over data=4" in m.words(plot)
+
+
+def test_a_number_that_counts_steps_is_no_param():
+    """A module with dropout makes its random keys of the number of the step, which was a param with a layer."""
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.drop = nnx.Linear(8, 16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.drop(nnx.relu(self.first(x)))
+
+    loss = lambda model, batch: (model(batch) ** 2).mean()  # noqa: E731
+    state, made = train.start(Net(nnx.Rngs(0)), optax.adam(0.1), loss, devices=jax.devices()[:2])
+    plot = viz.plot_step(made, state, np.ones((8, 8), np.float32))
+    assert plot.step.total_params == sum(layer.params for layer in plot.step.layers) == 8 * 16 + 16
+    assert "random keys" in {layer.op for layer in plot.step.layers}
+    assert "jaxpar." not in m.words(plot)
+
+
+@pytest.mark.parametrize("name", ["stop", "late", "sharded", "dynamic", "reported"])
+def test_the_table_of_a_step_has_no_names_of_functions_of_jaxpar(name, capsys):
+    viz.print_summary(*made_step(params=small_params(), **GUARDED[name]))
+    assert not re.findall(r"jaxpar\.|finish_step|rotate_queue|to_rows", capsys.readouterr().out)
+
+
+def test_rows_of_a_table_are_put_back_in_a_box_with_a_name():
+    params = {"table": np.ones((50, 8), np.float32), "w": np.ones((8, 4), np.float32)}
+    loss = lambda p, batch, rng: (((p["table"][batch] @ p["w"]) ** 2).mean(), {})  # noqa: E731
+    options = {"devices": jax.devices()[:2], "row_sparse": ("table",)}
+    state, made = train.start(params, optax.adam(0.1), loss, **options)
+    plot = viz.plot_step(made, state, np.zeros((8,), np.int32))
+    assert "rows into a table" in m.words(plot)
+
+
+TWO_BITS = {"type": "2bit", "threshold": 0.5}
+GRID = {  # the optimizer, what else there is, the options
+    "local, momentum": ("SGD", TX, {"kind": "local", "accumulate": 2}),
+    "pmap, lamb": ("LAMB", optax.lamb(0.1), {"engine": "pmap", "remat": True}),
+    "sharded, adamw": ("AdamW", optax.adamw(0.1), {"kind": "sharded", "nonfinite": "stop", "accumulate": 2}),
+    "jit, schedule free": ("ScheduleFree", optax.contrib.schedule_free_adamw(0.1), {"engine": "jit"}),
+    "jit, muon": ("Muon", optax.contrib.muon(0.1), {"engine": "jit", "loss_scale": "dynamic"}),
+    "jit, sharded, lion": ("Lion", optax.lion(0.1), {"engine": "jit", "kind": "sharded", "nonfinite": "skip"}),
+    "multi steps": ("Adam", optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), {"nonfinite": "skip"}),
+    "sgd, int8": ("SGD", optax.sgd(0.1), {"compression": {"type": "int8"}, "accumulate": 2}),
+    "sharded, 1bit": ("Adam", optax.adam(0.1), {"compression": {"type": "1bit"}, "kind": "sharded"}),
+    "local, bf16": ("Adam", optax.adam(0.1), {"compression": {"type": "bf16"}, "kind": "local"}),
+    "2bit, skip": ("Adam", optax.adam(0.1), {"compression": TWO_BITS, "nonfinite": "skip", "remat": True}),
+    "late": ("Adafactor", optax.adafactor(0.1), {"kind": "dist_async", "staleness": 1, "accumulate": 2}),
+    "bfloat16": ("Adam", optax.adam(0.1), {"compute_dtype": jnp.bfloat16, "kind": "sharded", "record": ("grad_norm",)}),
+    "one device": ("AdamW", optax.adamw(0.1), {"devices": jax.devices()[:1], "nonfinite": "stop", "accumulate": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GRID)
+def test_every_picture_of_a_step(name, capsys):
+    """The step, as high as its bytes and with all open; its network, the page and the table."""
+    optimizer, tx, options = GRID[name]
+    args = made_step(tx=tx, params=small_params(), **options)
+    count = LAYERS * (16 * 16 + 16)
+    for shown in ({}, {"height": "memory", "limit": 10_000}, {"max_nodes": None, "repeats": False}, {"depth": 0}):
+        plot = viz.plot_step(*args, **shown)
+        graph, words = plot.step, m.words(plot)
+        names = [layer.name for layer in graph.layers if layer.params]
+        assert names == NAMES or (len(names) == 1 and shown == {"depth": 0})  # the loop of the microbatches
+        assert graph.total_params == sum(layer.params for layer in graph.layers) == count
+        assert [one.op for one in graph.optimizers if one.op != "compression"] == [optimizer]
+        assert {source for source, _ in gradient_edges(graph)} == set(names)
+        sent = {layer for one in graph.collectives if one.phase == "gradients" for layer in one.layers}
+        assert sent == (set(names) if graph.devices > 1 else set())
+        assert [edge.target for edge in graph.edges if edge.phase == "metrics"] == ["loss"]
+        assert not re.findall(r"jaxpar\.|slice|Concat", words)
+        assert ("live" in words) == (graph.memory is not None)
+    network = viz.plot_network(*args)
+    assert network.html()
+    assert network.network.total_params == count
+    viz.print_summary(*args, memory=True)
+    table = capsys.readouterr().out
+    assert f"Total params: {count}\nTrainable params: {count}\n" in table
+    assert "jaxpar." not in table
 
 
 def test_a_gradient_of_each_example_by_itself():
@@ -613,9 +863,73 @@ def test_params_of_a_pass_between_are_not_the_new_ones():
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_fn)(moved, batch))
 
     params, _, batch = arguments()
+    plot = viz.plot_step(step, params, batch)
+    assert [one.op for one in plot.step.optimizers] == ["moved params", "sub"]
+    returned = re.findall(r'^\t"([^"]+)" -> "parameters" .*the new parameters', plot.source, re.M)
+    assert returned == ["sub"]
+    moved = re.findall(r'^\t"([^"]+)" -> "parameters" .*the moved parameters', plot.source, re.M)
+    assert moved == [plot.step.optimizers[0].name]
     graph = viz.trace_step(step, params, batch)
-    assert [one.op for one in graph.optimizers] == ["sub"]
     assert len([layer for layer in graph.layers if layer.op == "Loss"]) == 2
+    # The first pass moves the params, which the second one reads.
+    (mover, update), second = (one.name for one in graph.optimizers), [one.name for one in graph.layers[-9:]]
+    assert {(source, target) for source, target in gradient_edges(graph) if target == mover} == {
+        (name, mover) for name in NAMES
+    }
+    assert {source for source, target in gradient_edges(graph) if target == update} <= set(second)
+    reads = [(edge.source, edge.target) for edge in graph.edges if edge.phase == "parameters"]
+    assert reads == [(mover, name) for name in second if name.startswith(("matmul", "add"))]
+
+
+@pytest.mark.parametrize("is_mapped", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_second_pass_of_sam_is_of_moved_params(is_mapped):
+    """The loss was "output[2]", and nothing led from the first pass to the second one."""
+    inner = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    tx = optax.contrib.sam(optax.adam(0.1), inner, sync_period=2, opaque_mode=True)
+
+    def update(params, opt_state, batch):
+        def gradient(params, _=0):
+            grads = jax.grad(loss_fn)(params, batch)
+            return jax.lax.pmean(grads, "data") if is_mapped else grads
+
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        loss, grads = jax.lax.pmean((loss, grads), "data") if is_mapped else (loss, grads)
+        changes, opt_state = tx.update(grads, opt_state, params, grad_fn=gradient)
+        return optax.apply_updates(params, changes), opt_state, loss
+
+    params, _, batch = arguments()
+    if is_mapped:
+        mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+        update = jax.shard_map(update, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=False)
+    plot = viz.plot_step(update, params, tx.init(params), batch)
+    mover, adam = (one.name for one in plot.step.optimizers)
+    assert (plot.step[mover].op, adam) == ("moved params", "Adam")
+    edges = gradient_edges(plot.step)
+    assert {source for source, target in edges if target == mover} == set(NAMES)
+    assert {source for source, target in edges if target == adam}.isdisjoint(NAMES)
+    sums = [one.layers for one in plot.step.collectives if one.phase == "gradients"]
+    assert len(sums) == 2 * is_mapped
+    assert all(set(layers) == set(NAMES) or set(layers).isdisjoint(NAMES) for layers in sums)
+    assert "loss" in [edge.target for edge in plot.step.edges if edge.phase == "metrics"]
+    assert "moved params" in m.words(plot)
+
+
+def test_the_inner_update_of_maml_is_no_update_of_the_params():
+    def step(params, opt_state, batch):
+        def adapted(params):
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_fn)(params, batch))
+
+        grads = jax.grad(lambda params: loss_fn(adapted(params), batch))(params)
+        changes, opt_state = TX.update(grads, opt_state, params)
+        return optax.apply_updates(params, changes), opt_state
+
+    plot = viz.plot_step(step, *arguments())
+    assert [(one.op, one.detail) for one in plot.step.optimizers] == [("moved params", "6 arrays"), ("SGD", "6 arrays")]
+    mover = plot.step.optimizers[0].name
+    # The gradients of gradients of two layers were drawn as copies of one, which the other layer lacked.
+    assert {(name, mover) for name in NAMES} | {(name, "SGD") for name in NAMES} <= gradient_edges(plot.step)
+    ends = re.findall(r'^\t"([^"]+)" -> "parameters" .*the new parameters', plot.source, re.M)
+    assert ends == ["SGD"]
 
 
 def test_two_conditions_behind_an_update_are_two_boxes():

@@ -20,7 +20,7 @@ from jaxpar.viz._draw.extent import extent
 from jaxpar.viz._draw.style import Options, join_sign
 from jaxpar.viz._function import read
 from jaxpar.viz._graph import BACKWARD, Node
-from jaxpar.viz._layout.collapse import collapse_scopes
+from jaxpar.viz._layout.collapse import FEW_BOXES, close_until, collapse_scopes
 from jaxpar.viz._layout.net import Draft, Net
 from jaxpar.viz._read.raw import Raw
 from jaxpar.viz._trace import all_layers, close, whole_of
@@ -755,3 +755,23 @@ def test_an_output_of_mxnet_has_the_shape_of_its_data(options):
 
     graph = viz.trace(fn, m.Spec((5, 5), m.f32), m.Spec((4, 3, 5), m.f32), m.Spec((4,), m.f32))
     assert [node.shape for node in graph.layers] == [(4, 3, 5)] * 2
+
+
+def test_a_box_of_most_of_a_net_is_opened():
+    """Eight small blocks are boxes enough, but what is in the ninth would be hidden."""
+
+    def net(params, x):
+        for number in range(8):
+            with jax.named_scope(f"small{number}"):
+                x = jnp.tanh(jnp.exp(x) @ params["w"])
+        with jax.named_scope("large"):
+            for _ in range(20):
+                x = jnp.sin(jnp.sqrt(x) @ params["w"])
+        return x
+
+    raw, _, _ = read(net, [{"w": m.Spec((8, 8), m.f32)}, m.Spec((4, 8), m.f32)], {}, 0)
+    drawn = all_layers(raw, False, ())
+    count = len(drawn.layers)
+    close_until(drawn, lambda net: len(net.layers) <= 20, few=FEW_BOXES)
+    assert len(drawn.layers) <= 20
+    assert 2 * max(draft.layers for draft in drawn.layers) <= count, [(d.op, d.layers) for d in drawn.layers]

@@ -17,6 +17,7 @@ import viz_models as m
 from viz_models import SVG
 
 from jaxpar import viz
+from jaxpar.viz._draw import render
 from jaxpar.viz._draw.style import Options, caption_of
 
 
@@ -185,6 +186,19 @@ def test_the_renderer_is_stopped_in_time():
     with pytest.raises(viz.RenderError, match=r"did not finish in 0\.001 s and was stopped.*depth=0"):
         plot.pipe("svg")
     assert lists_all_layers(plot._repr_mimebundle_()["text/html"], plot.network)
+
+
+def test_graphs_that_graphviz_cannot_draw_together_are_drawn_one_by_one(monkeypatch):
+    """Graphviz 2.43 ends with "corrupted size vs. prev_size in fastbins" for the page of some steps."""
+    run = render._run
+
+    def crashes(command, text, time_limit):
+        failed = subprocess.CompletedProcess(command, -6, b"", b"corrupted size vs. prev_size in fastbins")
+        return failed if render.NEXT in text else run(command, text, time_limit)
+
+    monkeypatch.setattr(render, "_run", crashes)
+    drawn = render.render(render.NEXT.join(["digraph {first}", "digraph {second}"]), "json0", 30.0)
+    assert re.findall(rb'"name": "(first|second)"', drawn) == [b"first", b"second"]
 
 
 def test_what_graphviz_cannot_rank_is_drawn_otherwise():

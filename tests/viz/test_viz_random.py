@@ -320,7 +320,9 @@ def test_what_is_made_of_gradients_is_no_param():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [*range(60), 278, 393, 851, 1124, 1195, 1509, 1616, 2061, 9130, 30041, 30219, 90116, 131986])
+@pytest.mark.parametrize(
+    "seed", [*range(60), 278, 393, 851, 1124, 1195, 1509, 1616, 2061, 9130, 30041, 30219, 90116, 131986]
+)
 def test_random_programs(seed):
     """Two thousand of them before a release: `python tests/viz_programs.py`.
 

@@ -15,6 +15,8 @@ from viz_models import xla_flops
 from jaxpar import train, viz
 from jaxpar.models import lenet, matrix_factorization
 from jaxpar.viz import Call, Fold, Rule
+from jaxpar.viz._fold import backward
+from jaxpar.viz._scopes import Scope
 
 
 def ops(graph):
@@ -469,6 +471,42 @@ def test_a_checkpointed_block_has_one_gradient_for_each_layer():
     assert [node.kind for node in inside if not node.is_backward] == 4 * ["FullyConnected", "Activation"]
     assert [node.kind for node in gradients] == 4 * ["FullyConnected", "Activation", "FullyConnected"]
     assert [node.name for node in gradients[::3]] == [f"fullyconnected{n} (backward)" for n in (7, 5, 3, 1)]
+
+
+def test_gradients_in_a_remat_are_of_what_it_computes_again():
+    """The second derivative of a checkpointed layer, which is computed three times at one place."""
+
+    def net(params, x):
+        for w in params.values():
+            x = jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(w, x)
+        return x.sum()
+
+    def penalty(params, x):
+        return jax.grad(lambda params: jnp.square(jax.grad(net, 1)(params, x)).sum())(params)
+
+    params = {f"l{number}": m.Spec((8, 8), m.f32) for number in range(3)}
+    graph = check(viz.trace(penalty, params, m.Spec((4, 8), m.f32), repeats=False))
+    named = [node.name for node in graph.layers if node.is_backward and node.name.startswith("l")]
+    assert named[:4] == [f"l{layer} (backward)" for layer in ("2", "0 2")] + ["l0 2 (backward) 2", "l0 3 (backward)"]
+    assert named[4:] == ["l1 4 (backward)", "l2 3", "l0 2 (backward) 3", "l0 2 (backward) 4", "l1 (backward)"]
+
+
+def test_the_remat_around_a_gradient_is_jaxs_own():
+    region, user = Scope("remat", "region"), Scope("remat")  # a function of the user's may have the name
+    assert backward._rematted((user, Scope("layer"))) == ()
+    assert backward._rematted((Scope("net"), region, user)) == (Scope("net"), region)
+
+
+def test_a_call_of_a_library_is_the_place_of_what_it_is_written_out_of():
+    """What `jnp.linalg` computes has places of its own, and its gradient has that of the call."""
+
+    def loss(params, x):
+        return jnp.linalg.norm(x @ params["w"]) + (jnp.linalg.solve(params["a"], x.T) @ params["b"]).sum()
+
+    params = {"w": m.Spec((8, 8), m.f32), "a": m.Spec((8, 8), m.f32), "b": m.Spec((4, 2), m.f32)}
+    graph = check(viz.trace(jax.grad(loss), params, m.Spec((4, 8), m.f32)))
+    kinds = {node.op for node in graph.layers}
+    assert {"norm", "norm (backward)", "solve", "solve (backward)"} <= kinds
 
 
 def test_nothing_is_run_and_no_memory_is_taken():

@@ -185,6 +185,7 @@ class JointProgram:
     Attributes:
         batches: how a batch is cut, and where it goes.
         one: `train_step(donated, rng, batch) -> (donated, metrics)`, compiled.
+        drawn: what a picture traces in place of `one`, not compiled.
         several: `train_steps(donated, rng, batches, first, end) -> (donated, metrics of each batch)`, compiled.
         every: the same for all batches, without the last two arguments.
         number: an int, on the devices.
@@ -250,6 +251,8 @@ class JointProgram:
             return jax.jit(jax.jit(fast, inline=True), donate_argnums=0)
 
         self.one, self.several, self.every = compiled(traced_step), compiled(train_steps), compiled(every_step)
+        # One step without an inner `jit`, in which JAX 0.10 forgets the lines that a picture is made of.
+        self.drawn: Any = for_platform(train_step, platform, mesh, step.axes)
         # After each pass of a loop a GPU asks the host whether there is another one, unless the program says how many
         # there are. Then small steps take half the time. Spans that are asked for by their numbers, as `fit` does, have
         # one program on all platforms, so that a step has the same bits in each of them.
@@ -276,9 +279,12 @@ class JointProgram:
         self._finish = jax.jit(finish)  # donates nothing: a run is saved and goes on from the state before
 
     def __call__(
-        self, donated: list[jax.Array], rng: jax.Array, batch: Batch, *span: int | None
+        self, donated: list[jax.Array], rng: jax.Array, batch: Batch, *span: int | None, for_picture: bool = False
     ) -> tuple[TrainState, Metrics]:
         """One step, or those of `batch[first:end]`, `span` being these two numbers: (0, None) for all batches."""
+        if for_picture:
+            new, metrics = self.drawn(donated, rng, self.batches.place(batch))
+            return self._structure.unflatten([rng, *new]), metrics
         batch = self.batches.place(batch, axis=1 if span else 0)
         wait_before_collectives((donated, batch), self.batches.devices)
         run, numbers = self._program_of(batch, span)

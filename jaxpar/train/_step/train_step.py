@@ -230,6 +230,12 @@ class TrainStep:
         new, metrics = self._run(state, batch, hashes=hashes)
         return new, metrics, hashes[0]
 
+    @property
+    def _for_picture(self) -> _Drawn | None:
+        """What pictures are made of in place of the step. None for the step itself."""
+        is_itself = self.virtual_shards is None and jax.__version_info__ >= (0, 11)
+        return None if is_itself else _Drawn(self)
+
     def _run(self, state: TrainState, batch: Batch, *span: int | None, **options: Any) -> tuple[TrainState, Metrics]:
         """One step, or several with the first and the end of the batches that they take."""
         processes.refuse_elastic("train step")
@@ -390,6 +396,22 @@ class TrainStep:
             f"train step: values of this store are split over a mesh in their own shapes, and {reason}; or use kind "
             "'device' without mesh= and sharding="
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Drawn:
+    """What pictures are made of, as one program: of several that the host starts, or with the lines of its source."""
+
+    step: TrainStep
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        return self.step._run(state, batch, for_picture=True)
+
+    def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
+        """As of a step."""
+        state, batch, _ = self.step.parts(state, batch)
+        (rng, *donated), structure = jax.tree.flatten(state)
+        return jax.jit(self.step._programs(structure).drawn, donate_argnums=0).lower(donated, rng, batch)
 
 
 def leave_out(state: TrainState) -> tuple[TrainState, dict[str, Any]]:

@@ -257,14 +257,16 @@ class VirtualProgram:
         batch: Batch,
         *span: int | None,
         hashes: list[ShardHashes] | None = None,
+        for_picture: bool = False,
     ) -> tuple[TrainState, Metrics]:
-        """One step. A list gets hashes of what it added up."""
+        """One step. A list gets hashes of what it added up. A picture traces one program in place of several."""
         if span:
             raise ValueError(f"train step, many: {_SEVERAL}; call the step for each batch")
+        if for_picture:
+            new, metrics = self.drawn(donated, rng, self._pad(batch))
+            return self._structure.unflatten([rng, *new]), metrics
         if is_traced((donated, rng, batch)):
-            raise ValueError(
-                f"train step: {_SEVERAL}, so the step cannot run inside jit, grad or a picture; call it outside"
-            )
+            raise ValueError(f"train step: {_SEVERAL}, so the step cannot run inside jit or grad; call it outside")
 
         # The terms of each device, their sums over all devices, and the update on each device.
         replicated = copies_on(self.devices)
@@ -287,6 +289,44 @@ class VirtualProgram:
                 x.delete()
         arrays, metrics = jax.tree.map(lambda *pieces: assemble(pieces, replicated), *new)
         return self._structure.unflatten([rng, *arrays]), metrics
+
+    def drawn(self, donated: list[jax.Array], rng: jax.Array, batch: Batch) -> tuple[list[jax.Array], Metrics]:
+        """One step of a padded batch as one program of all devices, which a picture traces and nobody runs.
+
+        It computes and sends what the programs of a step do, but adds the shards of a device in the order of their
+        numbers. A device with fewer shards than others counts as if it had as many.
+        """
+        self._batches.check(batch)
+        deal = self._deal
+        term, update = self._term.__wrapped__, self._update.__wrapped__
+
+        def of_device(donated: list[jax.Array], rng: jax.Array, batch: Batch) -> tuple[list[jax.Array], Metrics]:
+            first = lax.axis_index(STORE_AXIS) * deal.slots
+            if deal.slots == 1:
+                node, unsummed = term(donated, rng, batch, first)
+                nodes = [node]
+            else:
+
+                def of_slot(i: jax.Array, shard: Batch) -> tuple[jax.Array, tuple[Buffers, Buffers]]:
+                    return i + 1, term(donated, rng, shard, i)
+
+                shards = jax.tree.map(lambda x: x.reshape(deal.slots, x.shape[0] // deal.slots, *x.shape[1:]), batch)
+                _, (of_slots, others) = lax.scan(of_slot, first, shards)
+                # As many nodes are left as the device that has the most of them sends.
+                apart = deal.kept - 1
+                nodes = [[x[i] for x in of_slots] for i in range(apart)] + [[x[apart:].sum(0) for x in of_slots]]
+                unsummed = [x[0] for x in others]
+            totals, unsummed = _exchanged(deal, nodes, [x[None] for x in unsummed])
+            return update(donated, rng, totals, unsummed)
+
+        mapped = jax.shard_map(
+            of_device,
+            mesh=mesh_of(self.devices),
+            in_specs=(P(), P(), P(STORE_AXIS)),
+            out_specs=P(),
+            check_vma=False,
+        )
+        return mapped(donated, rng, batch)
 
     def compile_own(self, donated: list[jax.Array], rng: jax.Array, batch: Batch) -> list[str]:
         """Compile what each device of this process runs by itself, by one run of it. The result are their texts."""
@@ -416,11 +456,16 @@ def exchange(deal: collectives.Deal, mesh: Mesh) -> Any:
     """The program `(nodes, unsummed) -> (sums of all terms, unsummed of the first device)`, on every device."""
 
     def local(nodes: list[Buffers], unsummed: Buffers) -> tuple[Buffers, Buffers]:
-        stacked = [jnp.concatenate(buffers) for buffers in zip(*nodes, strict=True)]
-        sums = [collectives.sum_everywhere(deal, x, STORE_AXIS) for x in stacked]
-        return sums, [lax.all_gather(x[0], STORE_AXIS)[0] for x in unsummed]
+        return _exchanged(deal, nodes, unsummed)
 
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(STORE_AXIS), out_specs=P(), check_vma=False))
+
+
+def _exchanged(deal: collectives.Deal, nodes: list[Buffers], unsummed: Buffers) -> tuple[Buffers, Buffers]:
+    """What a device gets of `exchange`, inside the mapped axis."""
+    stacked = [jnp.concatenate(buffers) for buffers in zip(*nodes, strict=True)]
+    sums = [collectives.sum_everywhere(deal, x, STORE_AXIS) for x in stacked]
+    return sums, [lax.all_gather(x[0], STORE_AXIS)[0] for x in unsummed]
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..._core.text import columns, did_you_mean, fit, matches, printable
-from .._graph import BACKWARD, Graph, Node, human
+from .._graph import BACKWARD, Graph, Node, human, on_each_device, parameters
 from .._scopes import Block, Scope, common_prefix, nest, paths_of
 from .style import missing, output_text
 
@@ -241,7 +241,9 @@ def counts(graph: Graph, frozen: frozenset[str]) -> list[str]:
     also = {"Non-trainable state": graph.total_state, "Constants": graph.total_constants}
     also["Unread, not counted"] = graph.sizes.unused
     facts += [(name, number) for name, number in also.items() if number]
-    return [*(f"{name}: {number:,}" for name, number in facts), f"Total FLOPs: {graph.total_flops:,}{missing(graph)}"]
+    lines = [f"{name}: {number:,}" for name, number in facts]
+    lines[0] += on_each_device(graph)
+    return [*lines, f"Total FLOPs: {graph.total_flops:,}{missing(graph)}"]
 
 
 def memory(graph: Graph) -> list[str]:
@@ -292,7 +294,7 @@ def to_html(
     body = _row(head, grid, 0, "columnheader") + _body(table_rows, grid, memory_columns)
     body += "" if graph.layers else f"<div>{EMPTY}</div>"
     caption = f"<b>{html.escape(printable(title))}</b>" if title.strip() else ""
-    facts = " · ".join([f"{graph.total_params:,} parameters", human(graph.total_flops, "FLOP") + missing(graph)])
+    facts = " · ".join([parameters(graph), human(graph.total_flops, "FLOP") + missing(graph)])
     foot = "".join(f"<p>{html.escape(' · '.join(lines))}</p>" for lines in (counts(graph, frozen), memory(graph)))
     table = f"<style>{_STYLE}</style>{caption}<div role='table'>{body}</div><p><b>{facts}</b></p>{foot}"
     return f"<div class='jaxpar-table'>{table}</div>"

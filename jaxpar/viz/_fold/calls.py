@@ -14,6 +14,7 @@ from ..._core.text import plural
 from .._graph import BACKWARD
 from .._read.raw import Eqn
 from .._read.source import ANONYMOUS, Frame
+from .._searches import connected
 from .cells import COLLECTIVES, Cell, Cells, components, label_of, plain_name, runs
 
 MATRIX = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
@@ -221,6 +222,7 @@ _CORES = {
     "schedule_free": "ScheduleFree",
     "lookahead": "Lookahead",
     "scale_by_lion": "Lion",
+    "scale_by_sophia": "Sophia",
     "scale_by_muon": "Muon",
     "scale_by_factored_rms": "Adafactor",
     "scale_by_novograd": "NovoGrad",
@@ -250,13 +252,17 @@ OPTIMIZERS = frozenset((*_CORES.values(), "AdamW", "LAMB", "LARS", _PLAIN_UPDATE
 def fold_optimizers(cells: Cells) -> None:
     """Make one cell of each call of an optimizer, with the addition of the updates that it computed."""
     made: dict[int, Cell] = {}
+    others: dict[int, list[str]] = {}  # of an update of several optimizers, those that do not name it
     for (_, function), run in runs((eqn for eqn in cells.raw.eqns if not eqn.view), _update):
-        cell = cells.new([eqn.id for eqn in run], _name(run), major=True)
+        names = _names(cells, run)
+        cell = cells.new([eqn.id for eqn in run], names[0], major=True)
         sources = cells.sources(cell)
         if function == "apply_updates" and len(sources) == 1 and sources[0].id in made:
+            names = [sources[0].op, *others[sources[0].id]]
             cell = cells.fold((sources[0], cell), sources[0].op, major=True)
-        cell.detail = plural(sum(cells.raw.values[value].kind == "op" for value in cells.data(cell)), "array")
-        made[cell.id] = cell
+        arrays = plural(sum(cells.raw.values[value].kind == "op" for value in cells.data(cell)), "array")
+        cell.detail = ", ".join((*(f"and {name}" for name in names[1:]), arrays))
+        made[cell.id], others[cell.id] = cell, names[1:]
 
 
 def _update(eqn: Eqn) -> tuple[tuple[int, ...], str] | None:
@@ -278,10 +284,37 @@ def _last(name: str) -> str:
     return name.rsplit(".", 1)[-1]
 
 
+_SPLITS = frozenset(("partition", "multi_transform"))  # transforms of optax that give some params to each of several
+
+
+def _names(cells: Cells, run: list[Eqn]) -> list[str]:
+    """The names of the optimizers of an update, the one that it goes by first.
+
+    Where params are given to several, those of each are an update by themselves: no array of one is read for another.
+    """
+    name = _name(run)
+    if name in ("Muon", _PLAIN_UPDATE) or not _SPLITS.intersection(map(_transform, _frames_of(run))):
+        return [name]  # Muon gives what is no matrix to Adam
+    made = {out: eqn.id for eqn in run for out in eqn.outs if cells.raw.values[out].shape}
+    edges = ((eqn.id, made[root]) for eqn in run for value in eqn.ins if (root := cells.raw.root(value)) in made)
+    parts = connected([eqn.id for eqn in run if any(cells.raw.values[out].shape for out in eqn.outs)], edges)
+    found = dict.fromkeys(_name([cells.raw.eqns[number] for number in part]) for part in parts)
+    return [other for other in found if other != _PLAIN_UPDATE] or [name]
+
+
+def _frames_of(run: list[Eqn]) -> list[Frame]:
+    """The calls of an optimizer's functions around its equations."""
+    frames = (frame for eqn in run for frame in eqn.stack if frame.package in ("optax", "jaxpar"))
+    return [frame for frame in frames if _is_optimizer(frame)]
+
+
+def _transform(frame: Frame) -> str:
+    return frame.name.split(".")[0].removeprefix("_")
+
+
 def _name(run: list[Eqn]) -> str:
     """The optimizer's name, from the transforms that it is made of."""
-    frames = (frame for eqn in run for frame in eqn.stack if frame.package in ("optax", "jaxpar"))
-    transforms = {frame.name.split(".")[0].removeprefix("_") for frame in frames if _is_optimizer(frame)}
+    transforms = set(map(_transform, _frames_of(run)))
     core = next((name for transform, name in _CORES.items() if transform in transforms), None)
     if core is None:
         unknown = any(transform.startswith("scale_by_") and transform not in _RATES for transform in transforms)
@@ -327,14 +360,30 @@ def fold_helpers(cells: Cells) -> None:
             calls = _equal_parts(cells, run) or _returns(cells, run, depth)
             for steps in [run] if len(calls) > 1 and _is_of_leaves(cells, calls) else calls:
                 if len(steps) > 1 and sum(len(cell.eqns) for cell in steps) >= 3:
-                    cells.fold(steps, _helper_name(own_stack(cells, steps[0])[depth]))
+                    kinds = {cell.op for cell in steps}
+                    cells.fold(steps, _helper_name(own_stack(cells, steps[0])[depth], kinds))
 
 
-def _helper_name(frame: Frame) -> str:
+# What functions of jaxpar's own step do, in words. Others go by their names.
+_OWN_PARTS = {
+    "finish_step": "keep or update",
+    "gradient": "unscale",
+    "join": "random keys",
+    "of_shard": "loss of a shard",
+    "recorded": "norms",
+    "rotate_queue": "queue of gradients",
+    "to_rows": "cut in rows",
+}
+
+
+def _helper_name(frame: Frame, kinds: Collection[str]) -> str:
+    """What a function is called whose steps are of these kinds."""
     names = [word for word in frame.name.split(".") if word not in ("<locals>", "__call__")]
     plain = names[-1].strip("_")
     if frame.origin != "library":
         return plain
+    if frame.package == "jaxpar":
+        return next(iter(kinds)) if len(kinds) == 1 else _OWN_PARTS.get(plain, plain.replace("_", " "))
     return f"{frame.package}.{'update' if plain == 'update_fn' else plain}"
 
 
@@ -355,14 +404,14 @@ def fold_statements(cells: Cells) -> None:
         return (cells.raw.eqns[cell.eqns[0]].scope, *(f.call for f in stack[:-1]), stack[-1].function, stack[-1].line)
 
     for _, run in runs(cells, line, lambda cell, run: _begins_again(cells, cell, run)):
-        for connected in components(cells, run):
-            if len(connected) >= 3:
+        for steps in components(cells, run):
+            if len(steps) >= 3:
                 # The dearest step that is not done to each element by itself names the box: a sum, a gather.
-                others = [cell for cell in connected if cells.prims(cell) & _NOT_ELEMENTWISE]
+                others = [cell for cell in steps if cells.prims(cell) & _NOT_ELEMENTWISE]
                 dearest = max(others, key=lambda cell: sum(eqn.flops for eqn in cells.eqns(cell)), default=None)
                 op = "Elementwise" if dearest is None else dearest.op
-                names = [name for name in dict.fromkeys(cell.op for cell in connected) if name != op]
-                cells.fold(connected, op, ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
+                names = [name for name in dict.fromkeys(cell.op for cell in steps) if name != op]
+                cells.fold(steps, op, ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
 
 
 def fold_siblings(cells: Cells) -> None:

@@ -70,9 +70,13 @@ def close_groups(net: Net, groups: list[_Closing]) -> None:
         return
     sources, ordered, readers = net.sources(), net.ordered(), _readers(net)
     merged: list[tuple[list[Draft], Draft]] = []
-    for (path, is_backward), group in _without_circles(ordered, sources, groups):
+    pieces = _without_circles(ordered, sources, groups)
+    count = Counter(key for key, _ in pieces)
+    for (path, is_backward), group in pieces:
         if len(group) > 1:
             op = path[-1].numbered(1) + (BACKWARD if is_backward else "")
+            if path[-1].kind == "part" and not is_backward and count[path, is_backward] > 1:
+                op = name_part(items_of(group, len(path)))  # it is not all that the name of the part says
             made = _sum(group, op, path[:-1], readers)
             made.closed = path
             merged.append((group, made))
@@ -367,7 +371,8 @@ _Inserts = dict[int, list[tuple[int, Path]]]  # of each draft: parts, and the de
 
 def add_parts(net: Net, most: int = MOST) -> None:
     """Give each scope that holds more than `most` layers or scopes parts inside, which are scopes like any other."""
-    forward = [draft for draft in net.layers if draft.forward is None and not draft.op.endswith(BACKWARD)]
+    layers = (draft for draft in net.layers if not draft.alone)
+    forward = [draft for draft in layers if draft.forward is None and not draft.op.endswith(BACKWARD)]
     sources, inserts = net.sources(), _Inserts()
     _add_in_scope(sources, forward, (), most, inserts)
     renamed: dict[Path, Path] = {}

@@ -41,6 +41,7 @@ class Draft:
     eqns: list[int] = field(default_factory=list)  # the ids of its equations, those of all copies
     tied: bool = False  # whether all its parameters are another layer's
     borrowed: set[int] = field(default_factory=set[int])  # those of its parameters that are another layer's
+    alone: bool = False  # whether it is in no part, as what is behind the gradients of a step
     kept: int = 0  # the bytes that it computes and a gradient reads
     # the modules around it and its own name, from the outside in. Empty where nothing names it.
     path: tuple[str, ...] = ()
@@ -230,6 +231,7 @@ def to_graph(net: Net) -> Graph:
         uncounted=tuple(sorted(net.uncounted)),
         total_state=state,
         total_constants=net.constants,
+        copies=net.raw.copies,
     )
 
 

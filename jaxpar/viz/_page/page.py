@@ -17,7 +17,7 @@ from typing import Any
 
 from .._draw import style
 from .._draw.style import SIZE, THEMES, Options, cost, scope_label, text_width
-from .._graph import Graph, human
+from .._graph import Graph, human, parameters
 from .blocks import Path, Tree, draw_lines, tree
 from .layout import Layout, Point, layouts
 from .still import still_of
@@ -47,7 +47,7 @@ def to_page(
     return string.Template(asset("page.html")).substitute(
         title=title,
         theme=_theme(options),
-        facts=html.escape(f"{graph.total_params:,} parameters · {human(graph.total_flops, 'FLOP')}"),
+        facts=html.escape(f"{parameters(graph)} · {human(graph.total_flops, 'FLOP')}"),
         css=colours() + asset("page.css"),
         still=still_of(picture).replace("<svg", f'<svg id="svg" role="group" aria-label="{title}"', 1),
         legend=_legend(drawn, options),

@@ -239,6 +239,8 @@ def _argument(bound: Bound, leaf: _Leaf, stores: Sequence[tuple[int, Any]]) -> A
     # The last two axes are the rows. Those before are of a stack of stores, as `jax.vmap` takes one.
     rows = np.shape(value)
     padding = math.prod(rows) - math.prod((*rows[:-2], *shape)) if shape is not None else 0
+    if not (rows or state) and (isinstance(value, int) or str(getattr(value, "dtype", "")).startswith(("int", "uint"))):
+        padding = 1  # it counts steps, and is no param
     return Argument(name, shown, "weight" if weight else "input", state, "" if role.bare else role.name, padding)
 
 

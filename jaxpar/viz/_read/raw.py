@@ -36,7 +36,7 @@ class Value:
     path: tuple[str, ...] = ()  # of an argument: its modules and its own name
     state: bool = False  # whether it is a weight that no optimizer trains
     group: str = ""  # of an argument: the name of the tree that it is a leaf of
-    padding: int = 0  # of an argument: how many of its elements are none of the param
+    padding: int = 0  # of an argument: how many of its elements are none of the param, or copies of it
     captured: bool = False  # whether the function captured it
     # of what goes into a loop or a map over devices, -1, and of what comes out, 1, where its shape changes there
     crosses: int = 0
@@ -91,6 +91,7 @@ class Raw:
     count: int = 0
     # primitives without a formula in the condition of a loop, which is not drawn
     uncounted: set[str] = field(default_factory=set)
+    copies: int = 1  # on how many devices of a `pmap` the params are, of which those of one are counted
     # what one pass of a loop reads of the pass before, the value that it is there, and the loop's scope
     carries: list[tuple[int, int, Path]] = field(default_factory=list)
     # of a carried value that a loop begins with a constant: that constant, which is no other pass's

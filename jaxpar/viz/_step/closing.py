@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ..._core.text import plural
 from .._fold.calls import OPTIMIZERS
 from .._fold.cells import COLLECTIVES
 from .._graph import BACKWARD
@@ -11,7 +12,18 @@ from .._layout.collapse import close_groups
 from .._layout.net import Draft, Net
 from .._scopes import Path, Scope, common_prefix
 from .._searches import reach, readers
-from .phases import COMPRESSION, is_update
+from .phases import CHOICE, COMPRESSION, MOVE, is_update
+
+
+def open_remats(net: Net) -> None:
+    """Take away the scopes of remat. What it computes again is part of the gradient of a layer outside of it."""
+
+    def without(path: Path) -> Path:
+        return tuple(part for part in path if not (part.is_region and part.name == "remat"))
+
+    for draft in net.drafts:
+        draft.scope = without(draft.scope)
+    net.repeats = {without(path): count for path, count in net.repeats.items()}
 
 
 def name_parts(net: Net) -> None:
@@ -20,9 +32,43 @@ def name_parts(net: Net) -> None:
         own = (frame for number in draft.eqns for frame in net.raw.own_stack(net.raw.eqns[number]))
         frames = {(frame.file.partition("/")[0], frame.name) for frame in own if frame.package == "jaxpar"}
         if any(room == "compression" for room, _ in frames):
-            draft.op, draft.detail, draft.name, draft.path = COMPRESSION, "", "", ()
+            draft.op = COMPRESSION
         elif ("_store", "with_tables") in frames:
             draft.op = "rows into a table"
+        elif ("_step", "DeviceStep.finish_step") in frames:
+            draft.op = CHOICE
+    codes = [draft for draft in net.layers if draft.op == COMPRESSION]
+    _close_as(net, codes, COMPRESSION)  # one box before each collective, and one behind the last
+    for draft in (draft for draft in net.layers if draft.op == COMPRESSION):
+        draft.detail, draft.name, draft.path = "", "", ()
+
+
+def close_moves(net: Net) -> None:
+    """Close what moves params between two passes, as in sharpness-aware minimization, to one box for each time.
+
+    It is an update behind gradients that layers before later gradients read.
+    """
+    sources = net.sources()
+    readers_of = readers(sources)
+    gradients = {draft.at for draft in net.layers if draft.op.endswith(BACKWARD)}
+    before, after = reach(gradients, sources), reach(gradients, readers_of)
+    updates = {draft.at: draft for draft in net.layers if draft.at in after and draft.weights and is_update(draft)}
+    layers = {d.at for d in net.layers if d.at in before and d.at not in gradients | updates.keys()}
+    moves = [draft for at, draft in updates.items() if not layers.isdisjoint(readers_of.get(at, ()))]
+    _close_as(net, moves, MOVE)
+    ats = {draft.at for draft in moves}
+    for draft in (draft for draft in net.layers if draft.at in ats or draft.op == MOVE):
+        draft.op, draft.detail = MOVE, plural(len(draft.weights), "array")
+        draft.name, draft.path = "", ()
+    for draft in net.layers:  # updates, and what is sent for them, are in no part of the network
+        draft.alone = draft.at in after and (is_update(draft) or draft.op in COLLECTIVES)
+
+
+def _close_as(net: Net, drafts: list[Draft], name: str) -> None:
+    """Close drafts to a box of this name, or to several where other layers are between them."""
+    if drafts:
+        around = common_prefix(draft.scope for draft in drafts)
+        close_groups(net, [(((*around, Scope(name)), False), drafts)])
 
 
 def close_conditions(net: Net) -> None:

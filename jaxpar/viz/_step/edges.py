@@ -9,15 +9,18 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from ..._core.arrays import PyTree
 from .._graph import BACKWARD
 from .._layout.net import Draft
 from .._program.hlo import Program
+from .._read.costs import Jaxpr
+from .._read.jaxpr import body_of
 from .._searches import reach
 from .graph import Phase, StepArgument, StepEdge
 from .phases import changes_params
@@ -46,7 +49,7 @@ def edges_of(places: Places, mesh: dict[str, int], devices: int) -> tuple[StepEd
             else None
         )
         edges[ends] = StepEdge(*ends, value.shape, value.dtype, local_shape, spec)
-    return (*edges.values(), *_gradients(places), *_followers(places), *_metrics(places))
+    return (*edges.values(), *_gradients(places), *_followers(places), *_moved(places), *_metrics(places))
 
 
 def _ends(source: Draft, target: Draft, places: Places) -> tuple[str, str, Phase] | None:
@@ -74,7 +77,8 @@ def _gradients(places: Places) -> list[StepEdge]:
     goals = {draft.at for draft in phases.optimizers}
     # Codes of compressed gradients are new state too, and stand before the optimizer.
     params = {weight for row in phases.rows for each in (row.draft, *row.gathered) for weight in each.weights}
-    hands_on = [*phases.glue, *(draft for draft in phases.optimizers if not changes_params(draft, params))]
+    hands_on = [d for d in phases.optimizers if not (changes_params(d, params) or d.at in phases.moves)]
+    hands_on += phases.glue
     goals -= phases.follows.keys()
     on = {draft.at: [target for target, _ in readers.get(draft.at, ())] for draft in hands_on}
     edges: dict[tuple[str, str], StepEdge] = {}
@@ -101,6 +105,17 @@ def _followers(places: Places) -> list[StepEdge]:
     return edges
 
 
+def _moved(places: Places) -> list[StepEdge]:
+    """One edge from what moves params to each layer of the pass that reads these."""
+    names, drafts, values = places.names, {draft.at: draft for draft in places.net.drafts}, places.net.raw.values
+    made = {at: values[drafts[at].value] for at in places.phases.moves}
+    return [
+        StepEdge(names[at], names[layer], "parameters", made[at].shape, made[at].dtype)
+        for at, layers in places.phases.moves.items()
+        for layer in layers
+    ]
+
+
 def _metrics(places: Places) -> list[StepEdge]:
     """One edge from each layer to each result that it is part of, such as the loss."""
     raw, drafts = places.net.raw, {draft.at: draft for draft in places.net.drafts}
@@ -112,12 +127,28 @@ def _metrics(places: Places) -> list[StepEdge]:
     ]
 
 
-def mesh_of(compiled: jax.stages.Compiled, args: PyTree) -> dict[str, int]:
+def mesh_of(compiled: jax.stages.Compiled, args: PyTree, traced: Jaxpr) -> dict[str, int]:
     """The name and the size of each axis of the mesh that a step runs on. Empty for one device."""
     placed = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
     for sharding in (*jax.tree.leaves(compiled.input_shardings), *placed):
         if isinstance(sharding, NamedSharding):
-            return {str(name): int(size) for name, size in sharding.mesh.shape.items()}
+            return _sizes(sharding.mesh.shape)
+    # Of arrays of the host, only a map over devices in the step says where they go.
+    mesh = _sizes(_mapped_axes(traced))
+    return mesh if math.prod(mesh.values()) == device_count(compiled) else {}
+
+
+def _sizes(axes: Mapping[Any, int]) -> dict[str, int]:
+    return {str(name): int(size) for name, size in axes.items()}
+
+
+def _mapped_axes(traced: Jaxpr) -> Mapping[Any, int]:
+    """The axes of the first map over devices in a jaxpr."""
+    for eqn in getattr(traced, "jaxpr", traced).eqns:
+        if eqn.primitive.name == "shard_map":
+            return eqn.params["mesh"].shape
+        if (body := body_of(eqn)) is not None and (axes := _mapped_axes(body)):
+            return axes
     return {}
 
 
@@ -128,7 +159,7 @@ def device_count(compiled: jax.stages.Compiled) -> int:
 
 
 def arguments_of(
-    program: Program, compiled: jax.stages.Compiled, names: list[str], args: PyTree
+    program: Program, compiled: jax.stages.Compiled, names: list[str], args: PyTree, mesh: Mapping[str, int]
 ) -> tuple[StepArgument, ...]:
     """The arguments of a step, split as the compiled program takes them.
 
@@ -139,15 +170,19 @@ def arguments_of(
     direct = len(taken) == len(leaves)
     shardings = taken if direct else [getattr(leaf, "sharding", None) for leaf in leaves]
     inside = {} if direct else {entry.op_name: entry.arrays[0].shape for entry in program.arguments if entry.op_name}
-    return tuple(_argument(*entry, inside) for entry in zip(names, leaves, shardings, strict=True))
+    return tuple(_argument(*entry, inside, mesh) for entry in zip(names, leaves, shardings, strict=True))
 
 
-def _argument(name: str, leaf: object, sharding: object, inside: Mapping[str, tuple[int, ...]]) -> StepArgument:
+def _argument(
+    name: str, leaf: object, sharding: object, inside: Mapping[str, tuple[int, ...]], mesh: Mapping[str, int]
+) -> StepArgument:
     shape, dtype = tuple(np.shape(leaf)), str(getattr(leaf, "dtype", type(leaf).__name__))
     if name in inside:
         return StepArgument(name, shape, dtype, inside[name], None)
-    if not isinstance(sharding, NamedSharding):
-        return StepArgument(name, shape, dtype, shape, None)
+    if not isinstance(sharding, NamedSharding):  # of an array of the host, the compiler says how it is split
+        local_shape = tuple(sharding.shard_shape(shape)) if isinstance(sharding, Sharding) else shape
+        spec = spec_from_shapes(shape, local_shape, mesh) if mesh else None
+        return StepArgument(name, shape, dtype, local_shape, spec)
     axes_of = [*sharding.spec, *(None for _ in shape)][: len(shape)]
     spec = tuple("+".join(map(str, axes)) if isinstance(axes, tuple) else str(axes or "") for axes in axes_of)
     return StepArgument(name, shape, dtype, tuple(sharding.shard_shape(shape)), spec)

@@ -73,7 +73,8 @@ class StepEdge:
         source, target: the names of the layers, of an argument, or of a metric ("loss").
         phase: "forward", "backward"; "gradients" for edges from a gradient to the optimizer; "optimizer" for edges from
             an update to a condition behind it, as in a step with `local_steps`; "elsewhere" for edges from an update to
-            what else reads the new params, such as a running mean; "metrics" for edges from a layer to a result that is
+            what else reads the new params, such as a running mean; "parameters" for edges from what moves params to the
+            layers of a later pass, which read these; "metrics" for edges from a layer to a result that is
             no new state.
         shape, dtype: shape and dtype in the function.
         local_shape: the shape of one device's part in the compiled program. None if unknown.
@@ -165,7 +166,8 @@ class StepGraph:
         arguments: the arrays in the arguments of the step.
         mesh: the name and the size of each axis.
         devices: the number of devices.
-        total_params: elements of all parameters, each counted once.
+        total_params: elements of all parameters, each counted once. Of copies for the devices of a `jax.pmap`, those of
+            one device.
         memory: the memory of one device. None if the backend does not report it.
     """
 

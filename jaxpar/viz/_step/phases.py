@@ -13,12 +13,14 @@ from .._fold.calls import OPTIMIZERS
 from .._fold.cells import COLLECTIVES
 from .._graph import BACKWARD, Node
 from .._layout.net import Draft, Net
-from .._read.raw import Raw
+from .._read.raw import Eqn, Raw
 from .._searches import reach, readers
 from .graph import Phase, StepLayer
 from .results import metrics_of, results_of
 
 COMPRESSION = "compression"  # what makes codes of gradients, and gradients of codes
+MOVE = "moved params"  # what makes the params of a later pass
+CHOICE = "keep or update"  # what chooses between the old state and the new one, behind all else
 
 
 @dataclass(slots=True, eq=False)
@@ -37,10 +39,12 @@ class Phases:
     rows: list[Row] = field(default_factory=list)  # the layers, in the order of the trace
     optimizers: list[Draft] = field(default_factory=list)  # what follows the gradients and is no glue
     glue: list[Draft] = field(default_factory=list)  # collectives and copies, which only hand gradients on
+    reported: set[int] = field(default_factory=set[int])  # glue that no new state is made of, such as a norm
     of: dict[int, Phase] = field(default_factory=dict[int, Phase])  # of each draft
     row_of: dict[int, Row] = field(default_factory=dict)  # of each forward and backward draft
     # What follows an update and is given no gradient itself, and that update: the mean of the params every few steps.
     follows: dict[int, int] = field(default_factory=dict)
+    moves: dict[int, list[int]] = field(default_factory=dict)  # what moves params for a later pass: its layers
     beside: set[int] = field(default_factory=set[int])  # those of them that leave the params as they are: running means
     late: set[int] = field(default_factory=set[int])  # updates by gradients of an earlier step, which are in the state
     waiting: list[int] = field(default_factory=list[int])  # the layers whose gradients go there in this step
@@ -67,7 +71,7 @@ def phases_of(net: Net) -> Phases:
 
     # The gradients, what is before them and what is after. Remat computes layers again in the backward pass.
     gradients = {draft.at for draft in net.layers if draft.op.endswith(BACKWARD)}
-    again = {d.at for d in net.layers if d.eqns and all(raw.eqns[number].again for number in d.eqns)}
+    again = {d.at for d in net.layers if _is_computed_again([raw.eqns[number] for number in d.eqns])}
     before, after = reach(gradients | again, sources), reach(gradients, readers_of)
     layers = {draft.forward.at for draft in net.layers if draft.forward is not None}
     layers |= _computed_before(net, again, before | after)
@@ -95,7 +99,7 @@ def phases_of(net: Net) -> Phases:
             phases.of[draft.at] = "parameters"
         elif draft.at in gradients or draft.at in again:
             phases.of[draft.at] = "backward"
-        elif draft.at in after and (draft.at not in layers or draft.at in sums):
+        elif draft.op == MOVE or (draft.at in after and (draft.at not in layers or draft.at in sums)):
             phases.of[draft.at] = "optimizer"
         elif draft.at in before or draft.at in layers:  # also of a second network, behind the update of the first
             phases.of[draft.at] = "forward"
@@ -115,6 +119,11 @@ def phases_of(net: Net) -> Phases:
         for row in rows[:1] if draft.weights else ():
             row.gathered.append(draft)
 
+    for draft in (draft for draft in net.layers if draft.op == MOVE and phases.of[draft.at] == "optimizer"):
+        phases.moves[draft.at] = sorted(
+            {row.draft.at for row in phases.rows}.intersection(readers_of.get(draft.at, ()))
+        )
+
     # Which of what is after the gradients has a box: what makes a new state of them. The rest is glue.
     shapes = {name: raw.values[number].shape for name, number in zip(raw.output_names, raw.outputs, strict=True)}
     makes_state = {d.at for d in net.layers if any(name not in results or shapes[name] for name in d.outputs)}
@@ -132,11 +141,15 @@ def phases_of(net: Net) -> Phases:
         else:
             # A schedule is given no gradient. What skips a step chooses between what there is already. A norm that is
             # only reported makes no new state.
-            is_own = draft.op == COMPRESSION or draft.weights or any(name not in results for name in draft.outputs)
+            is_own = (
+                draft.op in (COMPRESSION, MOVE) or draft.weights or any(name not in results for name in draft.outputs)
+            )
             is_glue = not (is_given and is_own and _computes_with(raw, draft, of_gradients))
-        is_glue |= draft.op in COLLECTIVES or draft.at not in leads_to_state
+        is_glue |= draft.op in (*COLLECTIVES, CHOICE) or draft.at not in (leads_to_state | phases.moves.keys())
         is_glue |= bool(late) and draft.at not in late  # into the state, out of it, or a choice behind the update
         (phases.glue if is_glue else phases.optimizers).append(draft)
+        if draft.at not in leads_to_state:
+            phases.reported.add(draft.at)
         if draft.at in late and not is_glue:
             draft.detail = ", ".join(filter(None, (draft.detail, "of earlier gradients")))
     glue = {draft.at: phases.given.get(draft.at, set[int]()) for draft in phases.glue}
@@ -157,9 +170,15 @@ def phases_of(net: Net) -> Phases:
 
     trained = [row.draft for row in phases.rows if row.backward]
     losses = {draft.at for draft in trained if draft.op == "Loss" or draft is trained[-1]}
+    losses |= {draft.at for draft in trained if draft.layers > 1 and raw.values[draft.value].shape == ()}
     forward = {row.draft.at: row.draft for row in phases.rows}
     phases.metrics = metrics_of(net, forward, losses, phases.row_of.keys() | {one.at for one in phases.optimizers})
     return phases
+
+
+def _is_computed_again(eqns: list[Eqn]) -> bool:
+    """Whether remat computes all of these for a gradient. A closed remat may hold some of the gradient too."""
+    return any(eqn.again for eqn in eqns) and all(eqn.again or eqn.backward for eqn in eqns)
 
 
 def _of_gradients(raw: Raw) -> set[int]:
@@ -218,7 +237,7 @@ def changes_params(box: Draft | StepLayer, params: Set[int] | Set[str]) -> bool:
 
     The codes of compressed gradients, in kind "sharded" an array for each gradient, read no params.
     """
-    return is_update(box) and (box.op in OPTIMIZERS or not params.isdisjoint(box.weights))
+    return is_update(box) and box.op != MOVE and (box.op in OPTIMIZERS or not params.isdisjoint(box.weights))
 
 
 def _gathers(net: Net, sources: Mapping[int, Iterable[int]], readers_of: Mapping[int, Iterable[int]]) -> set[int]:

@@ -16,7 +16,7 @@ from .._draw.extent import HIGHEST
 from .._draw.picture import Plot
 from .._draw.style import SMALL, Options, attributes, cut, ink, own_name, scope_label
 from .._fold.cells import SENT
-from .._graph import BACKWARD, Graph, Node, human
+from .._graph import BACKWARD, Graph, Node, human, parameters
 from .._scopes import Path, paths_of
 from .._searches import reach
 from .graph import Collective, StepEdge, StepGraph, StepLayer, StepPart, sends_text
@@ -101,6 +101,10 @@ class _Drawing:
         self.most = max((cost(part, self.heat) for part in costs), default=0) or 1
         self.cards = min(graph.devices, _CARDS)
         # By phase and layers. Only those of gradients are shared by several layers.
+        # What moves params for a later pass, and the layers that read these.
+        self.moves: dict[str, list[str]] = {}
+        for edge in (edge for edge in graph.edges if edge.phase == "parameters"):
+            self.moves.setdefault(edge.source, []).append(edge.target)
         self._sends: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
         for collective in (collective for collective in graph.collectives if collective.devices > 1):
             layers = collective.layers if collective.phase == "gradients" else collective.layers[:1]
@@ -142,12 +146,18 @@ class _Drawing:
             layer,
             forward=layer_lines(layer, layer.forward, options, backward=False),
             backward=layer_lines(layer, layer.backward, options, backward=True) if layer.backward else [],
-            band=weights_text(layer, self.graph.arguments) if layer.params else [],
+            band=self._band_text(layer),
             above=self._leaving("forward", layer),
             below=self._leaving("backward", layer),
             gather=self._gathered(layer),
             gradients=self._sent("gradients", (layer.name,)),
         )
+
+    def _band_text(self, layer: StepLayer) -> list[Line]:
+        """The lines of a layer's cell of the band."""
+        if any(layer.name in layers for layers in self.moves.values()):
+            return [("moved params", "plain")]
+        return weights_text(layer, self.graph.arguments) if layer.params else []
 
     def _place_rows(self) -> None:
         y = 0.0
@@ -270,6 +280,7 @@ class _Drawing:
         updates = self.graph.optimizers
         params = {weight for layer in self.graph.layers for weight in layer.weights}
         known = [one for one in updates if changes_params(one, params)] or list(updates)
+        known += [one for one in updates if one.name in self.moves and one not in known]
         self.known = {one.name for one in known}
         # What follows an update, such as the mean of the params every few steps, has a box of its own above it.
         follow = [edge for edge in self.graph.edges if edge.phase in ("optimizer", "elsewhere")]
@@ -306,8 +317,12 @@ class _Drawing:
 
     def height(self) -> float:
         """Of all of it, in points."""
+        return self._highest() - self.bottom + LINE + 12 + _CAPTION
+
+    def _highest(self) -> float:
+        """Where everything ends, and the way of moved parameters is."""
         highest = max(self.top + 7 * (self.cards - 1), self.results_y + size(self.results)[1] / 2)
-        return highest - self.bottom + LINE + 12 + _CAPTION
+        return highest + 8 * bool(self.moves)
 
     def _head(self) -> list[str]:
         """`nop2` draws nodes and edges where they say that they are."""
@@ -355,6 +370,7 @@ class _Drawing:
         beside = self._right("band" if "band" in self.x else "forward")
         for path, rows in groups.items():
             low, high = rows[0].y - rows[0].height / 2 - 9, rows[-1].y + rows[-1].height / 2 + 9
+            high += LINE if rows[-1].backward else 0  # its name is above the box of the gradient
             look = {"style": "filled,rounded,dashed", "fillcolor": self.theme.region, "color": self.theme.faint}
             name, middle = "/".join(path), ((left + right) / 2, (low + high) / 2)
             yield node(f"block {name}", middle, (right - left, high - low), label="", **look)
@@ -490,7 +506,9 @@ class _Drawing:
                 yield line(self.behind[name], name, points, tooltip="updated by each device")
             is_last = name in self.behind or (name in self.known and any(target == name for _, target in ways))
             followed = {update for follower, update in self.behind.items() if follower not in self.beside}
-            if is_last and name not in followed | self.beside:
+            if name in self.moves:
+                yield from self._move(name, y)
+            elif is_last and name not in followed | self.beside:
                 yield from self._return(name, y)
         # Gradients that are summed go into the wall, each beside its layer, and come out of it as one arrow.
         for name, row in self.sent.items():
@@ -522,6 +540,14 @@ class _Drawing:
             on.setdefault(edge.source, []).append(edge.target)
         return any(self.network[target].op in SENT for target in reach([layer.name], on))
 
+    def _move(self, name: str, y: float) -> Iterator[str]:
+        """The moved parameters, to the band above everything."""
+        if not (rows := [row for row in self.rows.values() if row.band]):
+            return
+        side, above, x = self._right("optimizer"), self._highest(), self.x["band"]
+        points = [(side, y), (side + 6, y), (side + 6, above), (x, above), (x, rows[-1].y + rows[-1].height / 2)]
+        yield line(name, "parameters", points, color=_BAND_LINE, penwidth=1.5, tooltip="the moved parameters")
+
     def _return(self, name: str, y: float) -> Iterator[str]:
         """The updated parameters, back to the band below everything."""
         rows = [row for row in self.rows.values() if row.band]
@@ -544,7 +570,7 @@ class _Drawing:
         devices = plural(self.graph.devices, "device") + (f" ({mesh})" if mesh else "")
         sent = f"{human(self.graph.total_bytes, 'B')} handed in to collectives by each"
         sent = sent if self.graph.collectives else "nothing sent"
-        texts = [f"{self.graph.total_params:,} parameters · {devices} · {sent}"]
+        texts = [f"{parameters(self.network)} · {devices} · {sent}"]
         if (memory := self.graph.memory) is not None:
             texts.append(f"memory of a device: {human(memory.total, 'B')}, live at most {human(memory.peak, 'B')}")
         texts += [f"colour: {self.heat}, white is none, red the most of all"] if self.heat is not None else []

@@ -13,6 +13,7 @@ from .places import MOVES, Places, is_backward, readers_of_parameters
 # Instructions that put arrays together or take them apart. They are of no layer on the way of a gradient.
 _REARRANGES = frozenset("reshape transpose broadcast slice dynamic-slice dynamic-update-slice concatenate pad".split())
 _FAR = 12  # elementwise instructions between a gradient and the parameter that it changes
+_ROOM, _ALONG = 1.25, 64  # how many elements a sum of gradients has more than these, at most: padding, and metrics
 _END = -1  # in place of a layer, for an argument or a result
 _UNKNOWN = -2  # for an instruction that computes and of which nothing tells the layer
 
@@ -76,6 +77,8 @@ class Placing:
         at = self.places.draft_at.get(instruction.name)
         if {array.dtype for array in instruction.arrays} == {"pred"}:  # whether something is finite, and no gradient
             return "elsewhere", []
+        if at is not None and at in self.phases.reported and all(array.size == 1 for array in instruction.arrays):
+            return self._of_metric(at)
         if at is not None and at in self._after_update:
             return "optimizer", [self._after_update[at]]
         if at is not None and at in self._glue:
@@ -139,14 +142,22 @@ class Placing:
         return self._by_own(instruction, draft, [at for at, phase in before if phase in ("forward", "backward")])
 
     def _summed(self, instruction: Instruction, glue: int) -> list[int]:
-        """The layers whose gradients a sum sends: those near it, or all that reach the equations of the sum."""
+        """The layers whose gradients a sum sends: those near it, or all that reach the equations of the sum.
+
+        Where more elements are sent than those near it have, it is of others too: a fusion goes by one of its layers.
+        """
         behind, layers = self._behind(glue), set[int]()
         for number, name in enumerate(instruction.operands):
             phase, near = self._way(instruction, glue, name, number if instruction.is_tuple else None)
             if phase != "gradients" or not near:
                 return behind
             layers.update(near)
-        return sorted(layers) if layers and layers.issubset(behind) else behind
+        rows = (self.phases.row_of[at] for at in layers)
+        weights = {weight for row in rows for each in (row.draft, *row.gathered) for weight in each.weights}
+        own = sum(self.places.net.raw.values[weight].elements for weight in weights)
+        sent = sum(array.size for name in instruction.operands for array in self.program[name].arrays)
+        has_all = not weights or sent <= _ROOM * own + _ALONG
+        return sorted(layers) if layers and layers.issubset(behind) and has_all else behind
 
     def _by_parameter(self, instruction: Instruction, number: int | None) -> list[int]:
         """The layers of the parameter that a gradient changes, through elementwise instructions of its size.

@@ -21,15 +21,16 @@ from ..._core.text import plural
 from .._draw.style import Options
 from .._fold.calls import Call
 from .._fold.templates import Pattern, Rule
-from .._function import check_picture, check_trace, read
-from .._graph import Graph
+from .._function import check_picture, check_trace, drawn_for, read
+from .._graph import BACKWARD, Graph
 from .._layout.collapse import FEW_BOXES, close_until
 from .._layout.net import Draft, Net, name_drafts, to_graph
 from .._program.hlo import Program, program_of
 from .._program.memory import StepMemory, memory_of
 from .._program.sends import sends_of
+from .._read.costs import Jaxpr
 from .._trace import all_layers, close
-from .closing import close_conditions, name_parts
+from .closing import close_conditions, close_moves, name_parts, open_remats
 from .edges import arguments_of, device_count, edges_of, mesh_of
 from .gathered import read_as_params
 from .graph import StepGraph, StepLayer, StepPart
@@ -176,10 +177,12 @@ def plot_step(
     )
     shown = str(heat) if named else "seconds" if profile is not None else None
     parts = (part for layer in (*graph.layers, *graph.optimizers) for part in (layer.forward, layer.backward) if part)
-    if height is not None and all(part.peak is None for part in parts):
-        raise ValueError(
-            'plot_step: height="memory" needs the places of arrays, which the compiler of these devices does not report'
-        )
+    asks = 'height="memory"' if height is not None else 'heat="memory"' if shown == "memory" else None
+    if asks is not None and all(part.peak is None for part in parts):
+        why = "the compiler of these devices does not report"
+        if not _is_one_program(step):
+            why = "several programs of a step with virtual_shards have each for itself; train.plan says what they need"
+        raise ValueError(f"plot_step: {asks} needs the places of arrays, which {why}")
     return plot_drawn(graph, network, title, shown, theme, time_limit, height, limit)
 
 
@@ -220,19 +223,31 @@ def read_step(
     seconds_or_folder = check_profile(profile)
     # Layers come from the trace; what is sent and what is live come from the compiled program. `Places` says which
     # instruction is of which layer.
-    whole = _traced(step, args, params_argnums, repeats, rules)
-    compiled = compiled or _compiled(step, args)
+    traced, is_one_program = drawn_for(step), _is_one_program(step)
+    if isinstance(seconds_or_folder, Path) and not is_one_program:
+        raise ValueError(
+            "trace_step: the host starts several programs for each step with virtual_shards, and a profile tells only "
+            "those of one apart; give a dict of layers and seconds"
+        )
+    whole, jaxpr = _traced(step, traced, args, params_argnums, repeats, rules)
+    compiled = compiled or _compiled(step, traced, args)
     program = program_of(compiled)
-    memory = memory_of(program, compiled)
+    # What is live in one program that joins several is live in none of them.
+    memory = memory_of(program, compiled) if is_one_program else (None, dict[str, int]())
     # A picture that is too high is made again, of fewer rows.
     rows = iter(_ROWS)
     while True:
         net = whole.copy()
         close(net, depth, max_nodes)
-        graph, network = _graph_of(step, args, net, compiled, program, memory, seconds_or_folder)
+        graph, network = _graph_of(step, args, net, jaxpr, compiled, program, memory, seconds_or_folder)
         if fits is None or fits(graph, network) or (fewer := next(rows, None)) is None:
             return graph, network
         close_until(whole, functools.partial(_has_rows, most=fewer), few=2 * FEW_BOXES)  # a row has two
+
+
+def _is_one_program(step: Callable[..., Any]) -> bool:
+    """Whether the host starts one program for each step, and not several as with virtual shards."""
+    return not type(step).__module__.startswith("jaxpar.train.") or getattr(step, "virtual_shards", None) is None
 
 
 def _has_rows(net: Net, most: int) -> bool:
@@ -244,13 +259,14 @@ def _graph_of(
     step: Callable[..., Any],
     args: tuple[Any, ...],
     net: Net,
+    jaxpr: Jaxpr,
     compiled: jax.stages.Compiled,
     program: Program,
     memory_and_live: tuple[StepMemory | None, dict[str, int]],
     seconds_or_folder: Mapping[str, float] | Path | None,
 ) -> tuple[StepGraph, Graph]:
     """The step and the network of one net, and the program that was compiled for it."""
-    mesh, devices = mesh_of(compiled, args), device_count(compiled)
+    mesh, devices = mesh_of(compiled, args, jaxpr), device_count(compiled)
     memory, live = memory_and_live
     names = name_drafts(net)
     places = Places(program, net, names)
@@ -269,7 +285,7 @@ def _graph_of(
         optimizers=tuple(_layer(places, Row(draft), {}, part) for draft in phases.optimizers),
         edges=edges_of(places, mesh, devices),
         collectives=tuple(placing.place(send) for send in sends_of(program, mesh, devices)),
-        arguments=arguments_of(program, compiled, leaf_names, args),
+        arguments=arguments_of(program, compiled, leaf_names, args, mesh),
         mesh=tuple(mesh.items()),
         devices=devices,
         total_params=network.total_params,
@@ -280,28 +296,39 @@ def _graph_of(
 
 def _traced(
     step: Callable[..., Any],
+    traced: Callable[..., Any],
     args: tuple[Any, ...],
     params_argnums: int | Sequence[int] | None,
     repeats: bool,
     rules: Sequence[Call | Pattern | Rule],
-) -> Net:
-    """The layers of a step."""
+) -> tuple[Net, Jaxpr]:
+    """The layers of a step, and its jaxpr."""
     try:
-        raw, _, _ = read(step, args, {}, params_argnums)
+        raw, jaxpr, _ = read(traced, args, {}, params_argnums)
     except Exception as error:
         if str(error).startswith("viz: "):  # an argument that is no array, an option
             raise
         raise _failure(step, args, "traced", error) from error
     read_as_params(raw)
     net = all_layers(raw, repeats, rules)
+    if repeats and any(_joins_layers(draft) for draft in net.layers):
+        # Gradients of gradients come again for layers that do not, and would all be of one of these.
+        return _traced(step, traced, args, params_argnums, False, rules)
+    open_remats(net)
     name_parts(net)
+    close_moves(net)
     close_conditions(net)
-    return net
+    return net, jaxpr
 
 
-def _compiled(step: Callable[..., Any], args: tuple[Any, ...]) -> jax.stages.Compiled:
+def _joins_layers(draft: Draft) -> bool:
+    """Whether gradients of several layers are drawn as copies of one, and the layers are not."""
+    return draft.op.endswith(BACKWARD) and draft.repeat > 1 and draft.layer.repeat == 1
+
+
+def _compiled(step: Callable[..., Any], traced: Callable[..., Any], args: tuple[Any, ...]) -> jax.stages.Compiled:
     """The compiled program of a step."""
-    jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
+    jitted: Any = traced if hasattr(traced, "lower") else jax.jit(traced)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
