@@ -205,14 +205,14 @@ def attach_views(cells: Cells) -> None:
         read_by = [number for out in eqn.outs for number in cells.read_by.get(out, ())]
         near = [cells.owner[number] for number in read_by if raw.eqns[number].backward == eqn.backward]
         owner = next((cell for cell in near if cell is not None), None) or cells.producer(eqn.outs[0])
-        # A result of the function is of the layer that makes it: JAX says of a gradient's cast that remat makes it again.
+        # A result of the function is of the layer that makes it. Of a gradient's cast JAX says that remat makes it again.
         if owner is not None and not read_by:
             eqn.backward = cells.is_backward(owner)
         if owner is not None and cells.is_backward(owner) == eqn.backward:
             cells.add(eqn.id, owner)
             continue
         # Only gradients read it. A mask, or a cast of an input, is computed for them. A param is not of the backward
-        # pass: the cast of one that remat makes again is a step of the layer whose gradient reads it, if it has a layer.
+        # pass: the cast of one that remat makes again is a step of the layer whose gradient reads it, if there is one.
         reader = next(filter(None, (cells.owner[number] for number in read_by)), None)
         layer = reader.forward if reader is not None else None
         if reader is not None and (layer is None or raw.of(eqn.outs[0]).kind in ("const", "input")):
