@@ -54,8 +54,8 @@ def render(text: str, format: str, time_limit: float, engine: str = "dot", flags
     # be ranked by themselves.
     done = _run(_command(format, engine, flags), text, time_limit)
     if not _is_drawn(done) and len(texts := text.split(NEXT)) > 1:
-        # Graphviz 2.43 frees the memory of some layouts twice, and aborts at the graph that follows. One by one it draws
-        # them.
+        # Graphviz 2.43 frees the memory of some layouts twice, and aborts at the graph that follows. It draws each
+        # alone.
         return b"".join(render(one, format, time_limit, engine, flags) for one in texts)
     if not _is_drawn(done) and engine == "dot":
         done = _run(_command(format, engine, (*flags, *_OTHERWISE)), text, time_limit)

@@ -205,7 +205,7 @@ def attach_views(cells: Cells) -> None:
         read_by = [number for out in eqn.outs for number in cells.read_by.get(out, ())]
         near = [cells.owner[number] for number in read_by if raw.eqns[number].backward == eqn.backward]
         owner = next((cell for cell in near if cell is not None), None) or cells.producer(eqn.outs[0])
-        # A result of the function is of the layer that makes it. Of a gradient's cast JAX says that remat makes it again.
+        # A result of the function is of the layer that makes it. JAX says that remat makes a gradient's cast again.
         if owner is not None and not read_by:
             eqn.backward = cells.is_backward(owner)
         if owner is not None and cells.is_backward(owner) == eqn.backward:

@@ -42,8 +42,8 @@ class _Pass:
 
     def __init__(self, net: Net) -> None:
         self.net, self.layers, self.sources = net, net.layers, net.sources()
-        # A gradient reads one thing of the layers: those of the first block are others. What is computed from gradients,
-        # as a mean over devices between two of them, is no such thing.
+        # A gradient reads one thing of the layers: those of the first block are others. A mean over devices between two
+        # gradients is no such thing.
         gradients = {draft.at for draft in self.layers if draft.forward is not None}
         late = reach(gradients, readers(self.sources))
         for at in gradients & self.sources.keys():
