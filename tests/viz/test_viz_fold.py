@@ -757,3 +757,23 @@ def test_windows_that_become_channels_are_one_node():
     samples = labels(lambda x: jnp.concatenate([x[:, n::3] for n in range(3)], -1), Spec((2, 9, 4), f32))
     assert samples == [("SpaceToDepth", "3")]
     assert "SpaceToDepth" not in ops(lambda x: jnp.concatenate([x[:, ::2], x[:, 1::2]], 1), Spec((2, 8, 4), f32))
+
+
+def expert(p, x):
+    order = jnp.argsort(x @ p["gate"])
+    return jnp.zeros_like(x).at[order // 2].add(jax.nn.relu(x[order // 2] @ p["w"]))
+
+
+def test_the_gradient_of_a_step_inside_of_jax_is_that_of_the_block_whose_values_it_reads():
+    """Gathers of all blocks were the gradient of the last one's scatter, and the frames around them were wrong."""
+
+    def loss(params, x):
+        for p in params["blocks"]:
+            x = x + expert(p, x)
+        return jnp.sum(x**2)
+
+    graph = viz.trace(
+        jax.grad(loss), {"blocks": [{"w": Spec((8, 8), f32), "gate": Spec((8,), f32)}] * 3}, Spec((6, 8), f32)
+    )
+    assert {node.scope for node in graph.layers} == {(), ("blocks ×3",)}
+    assert [node.repeat for node in graph.layers if node.kind == "scatter-add"] == [3, 3]

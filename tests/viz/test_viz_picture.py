@@ -255,3 +255,15 @@ def test_without_dot_pygraphviz_draws(no_dot, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     plot = drawn("lenet")
     assert plot.pipe("svg") == f"dot svg {len(plot.source)}".encode()
+
+
+def a_function_with_a_name_of_37_letters(p, x):
+    return jnp.cos(x) * jnp.sin(x) + p["gain"]
+
+
+def test_a_long_kind_without_details_is_drawn():
+    """Its label had an empty line, which Graphviz refuses."""
+    step = lambda p, x: a_function_with_a_name_of_37_letters(p, x)  # noqa: E731
+    plot = viz.plot_network(step, {"gain": m.Spec((), m.f32)}, m.Spec((4,), m.f32))
+    assert "a_function_with_a_name_of_37_letters" in m.words(plot)
+    assert "1 params" not in m.words(plot)

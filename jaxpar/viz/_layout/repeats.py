@@ -181,7 +181,8 @@ class _Pass:
             )
             beside = {scope[len(shared)] for scope in scopes_beside if scope[: len(shared)] == shared != scope}
             named = [scope[len(shared)] for scope in owns if len(scope) > len(shared)]
-            label = name_copies(named, beside) if named else _label(self.net, copies, shared, beside)
+            are_named = len(named) == len(copies)
+            label = name_copies(named, beside) if are_named else _label(self.net, copies, shared, beside)
             block = (*shared, unique(label, beside.__contains__))
         for first, *same in zip(*copies, strict=True):
             inner = _scopes_of_all(first.scope[inner_from:], [draft.scope[inner_from:] for draft in same])
