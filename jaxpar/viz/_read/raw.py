@@ -95,6 +95,8 @@ class Raw:
     carries: list[tuple[int, int, Path]] = field(default_factory=list)
     # of a carried value that a loop begins with a constant: that constant, which is no other pass's
     first_pass: dict[int, int] = field(default_factory=dict)
+    # of a result of a loop: what its condition reads of the last pass
+    tested: dict[int, tuple[int, ...]] = field(default_factory=dict)
     places: dict[tuple[int, ...], int] = field(default_factory=dict)
     _above: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _own_stacks: dict[int, tuple[Frame, ...]] = field(default_factory=dict)
@@ -334,6 +336,8 @@ def _wires(raw: Raw) -> dict[int, Sequence[int]]:
     handed_on = [(first, last) for first, last, _ in raw.carries]
     for inside, outside in (*handed_on, *raw.first_pass.items()):
         wires[inside] = (*wires.get(inside, ()), outside)
+    for result, tested in raw.tested.items():  # how often a loop runs
+        wires[result] = (*wires.get(result, ()), *tested)
     return wires
 
 
