@@ -16,6 +16,7 @@ from .terms import (
     bias,
     by,
     divides_by,
+    has_one_axis,
     is_convex,
     is_of_several,
     is_scale,
@@ -39,8 +40,7 @@ def normalization(cells: Cells, cell: Cell) -> Fold | None:
             break
         is_weight = cells.raw.weight_of(others[0]) is not None or is_scale(cells, user)
         made = () if is_weight else made_of_params(cells, others[0], user)
-        shape = cells.raw.of(others[0]).shape  # a scale and a bias have one axis that is longer than 1
-        if not (is_weight or made) or max(shape, default=1) != math.prod(shape):
+        if not (is_weight or made) or not has_one_axis(cells, others[0]):
             break
         members += (*made, user)
         last = user
