@@ -777,3 +777,29 @@ def test_the_gradient_of_a_step_inside_of_jax_is_that_of_the_block_whose_values_
     )
     assert {node.scope for node in graph.layers} == {(), ("blocks ×3",)}
     assert [node.repeat for node in graph.layers if node.kind == "scatter-add"] == [3, 3]
+
+
+def test_what_only_a_gradient_reads_of_a_branch_is_part_of_its_layer():
+    """It was a layer of its own: the derivative of tanh."""
+
+    def loss(p, x, flag):
+        return jnp.sum(jax.lax.cond(flag, lambda x: jnp.tanh(x @ p["up"]), lambda x: x @ p["down"], x))
+
+    weights = {"up": Spec((4, 4), f32), "down": Spec((4, 4), f32)}
+    graph = viz.trace(jax.grad(loss), weights, X, Spec((), jnp.bool_))
+    names = [node.name for node in graph.layers if not node.is_backward and "cond" in node.scope]
+    assert sorted(names) == ["cond0", "down", "tanh0", "up"]
+
+
+def test_a_norm_in_a_loop_over_stacked_layers_has_its_scale():
+    def fn(p, x):
+        def layer(x, p):
+            return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * p["scale"][None] @ p["w"], None
+
+        return jax.lax.scan(layer, x, p)[0]
+
+    params = {"scale": Spec((3, 4), f32), "w": Spec((3, 4, 4), f32)}
+    assert [(node.op, node.params) for node in viz.trace(fn, params, X).layers] == [
+        ("RMSNorm", 12),
+        ("FullyConnected", 48),
+    ]

@@ -678,3 +678,27 @@ def test_an_output_of_mxnet_has_the_shape_of_its_data(options):
 
     graph = viz.trace(fn, m.Spec((5, 5), m.f32), m.Spec((4, 3, 5), m.f32), m.Spec((4,), m.f32))
     assert [node.shape for node in graph.layers] == [(4, 3, 5)] * 2
+
+
+def quantized(x):
+    scale = jnp.max(jnp.abs(x)) / 127
+    return jnp.round(x / scale).astype(jnp.int8), scale
+
+
+def heads(x):
+    return jnp.cumsum(jnp.sin(x) * 2, 1).reshape(2, 4, 2)
+
+
+def test_arrows_show_what_a_function_returns():
+    """They showed the arrays before the last cast and reshape of the function."""
+
+    def fn(params, x):
+        y, scale = quantized(x)
+        z = jax.lax.dot_general(y, params["up"], (((1,), (0,)), ((), ())), preferred_element_type=m.i32)
+        return heads(z * scale) @ params["down"]
+
+    graph = viz.trace(fn, {"up": m.Spec((8, 8), jnp.int8), "down": m.Spec((2, 2), m.f32)}, m.Spec((2, 8), m.f32))
+    arrows = {(edge.source, edge.target): (edge.shape, edge.dtype) for edge in graph.edges}
+    assert arrows["quantized0", "up"] == ((2, 8), "int8")
+    assert arrows["heads0", "down"] == ((2, 4, 2), "float32")
+    assert (graph["quantized0"].dtype, graph["heads0"].shape) == ("int8", (2, 4, 2))

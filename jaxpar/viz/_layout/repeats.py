@@ -226,7 +226,7 @@ class _Pass:
 
 def _signature(net: Net, draft: Draft) -> object:
     """What copies of a layer have in common."""
-    value = net.raw.values[draft.value]
+    value = net.raw.of(draft.value)  # the copies may return it to others, which are given other views of it
     weights = tuple(net.raw.values[weight].shape for weight in draft.weights)
     scope = tuple((re.sub(r"_?\d+", "", scope_part.name), scope_part.times is None) for scope_part in draft.scope)
     return (draft.op, draft.detail, value.shape, value.dtype, weights, scope, draft.repeat)

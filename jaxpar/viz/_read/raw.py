@@ -349,10 +349,26 @@ def mark_residuals(raw: Raw) -> None:
     for eqn in raw.eqns:
         for value in () if eqn.view else eqn.ins:
             readers.setdefault(raw.root(value), []).append(eqn)
+
+    def only_gradients_read(value: int) -> bool:
+        return value not in results and all(
+            # A choice hands on what a branch computes.
+            all(map(only_gradients_read, _handed_on(raw, reader, value)))
+            if reader.prim == "cond" and not reader.backward
+            else reader.backward or reader.residual
+            for reader in readers.get(value, ())
+        )
+
     for eqn in reversed(raw.eqns):
-        if eqn.id in followers and results.isdisjoint(eqn.outs):
-            read = (reader for out in eqn.outs for reader in readers.get(out, ()))
-            eqn.residual = all(reader.backward or reader.residual for reader in read)
+        if eqn.id in followers:
+            eqn.residual = all(map(only_gradients_read, eqn.outs))
+
+
+def _handed_on(raw: Raw, choice: Eqn, value: int) -> list[int]:
+    """The results of a `cond` that are this value in one of its branches, and all of them for what it picks one by."""
+    which, *cases = map(raw.root, choice.ins)
+    count = len(choice.outs)
+    return [out for at, out in enumerate(choice.outs) if value in (which, *cases[at::count])]
 
 
 def _followers(raw: Raw) -> set[int]:
