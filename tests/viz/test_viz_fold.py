@@ -803,3 +803,27 @@ def test_a_norm_in_a_loop_over_stacked_layers_has_its_scale():
         ("RMSNorm", 12),
         ("FullyConnected", 48),
     ]
+
+
+class Wave(eqx.Module):
+    def score(self, x):
+        return jnp.sin(x) * x + jnp.cos(x)
+
+
+class Layer:
+    def call(self, x):
+        return jnp.sin(x) * x + jnp.cos(x)
+
+
+def test_a_box_is_named_by_what_is_called_not_by_how():
+    """They were called "equinox.BoundMethod" and "call"."""
+    assert ops(lambda x: Wave().score(x), X) == ["score"]
+    assert ops(lambda x: Layer().call(x), X) == ["Layer"]
+
+
+def test_steps_of_one_kind_in_a_line_are_of_that_kind():
+    def fn(x, key):
+        a, b, c = jax.random.normal(first := jax.random.split(key)[0], (3,)), jax.random.uniform(first, (3,)), x[0, :3]
+        return a * b * c
+
+    assert labels(fn, X, jax.random.key(0))[0] == ("Random", "split, normal, uniform")

@@ -224,7 +224,8 @@ def own_name(node: Node) -> str:
     while above and Scope(above[0]).stem in scopes:
         del above[0]
     name = "/".join([*above, last])
-    return "" if _letters(name) in {_letters(node.kind), _letters(node.op), _letters(node.detail), ""} else name
+    kinds = (node.kind, node.kind.rpartition(".")[2], node.op, node.detail, "")  # "optax.clip" is "clip"
+    return "" if _letters(name) in map(_letters, kinds) else name
 
 
 def _letters(text: str) -> str:

@@ -95,15 +95,17 @@ def _returned(raw: Raw) -> dict[int, int]:
 
 
 def _form(raw: Raw, value: int, reader: Eqn) -> int:
-    """What a reader is given of a value: what the last view made of it that is nearer to its maker than to the reader."""
+    """What a reader is given of a value: the last view of it that is nearer to its maker than to the reader."""
     root = raw.root(value)
     maker = raw.values[root].producer
     if value == root or maker is None or raw.outside(value) != root:
         return root
-    made = raw.eqns[maker].stack
+    made, elements = raw.eqns[maker].stack, math.prod(raw.values[root].shape)
     for shown in raw.shown(value)[:-1]:
         view = raw.values[shown].producer
-        if view is not None and _functions_around(made, raw.eqns[view].stack) > _functions_around(made, reader.stack):
+        if view is None or math.prod(raw.values[shown].shape) != elements:  # XLA writes no array that is broadcast
+            continue
+        if _functions_around(made, raw.eqns[view].stack) > _functions_around(made, reader.stack):
             return shown
     return root
 

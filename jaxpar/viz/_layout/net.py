@@ -141,7 +141,8 @@ def name_drafts(net: Net) -> dict[int, str]:
     for draft in net.drafts:
         for start in range(len(draft.path)):
             ends.setdefault(draft.path[start:], set()).add(draft.path)
-    for draft in (draft for draft in net.drafts if draft.op != "input" and draft.forward is None):
+    layers = [draft for draft in net.drafts if draft.op != "input" and draft.forward is None]
+    for draft in sorted(layers, key=lambda draft: bool(draft.name)):  # a box that others are closed in comes after them
         # The end of its path, as much of it as no other layer has.
         tails = (draft.path[start:] for start in range(len(draft.path) - 1, -1, -1))
         short = next((tail for tail in tails if len(ends[tail]) == 1), draft.path)

@@ -231,7 +231,7 @@ class _Reader:
             file = short_path(function_of(jaxpr).partition(" at ")[2].rpartition(":")[0])
             context = context.in_library(name, file, self.new_call())
         elif not is_jax_function(jaxpr):
-            context = self.in_cluster(context, scope_of_call(eqn, name))
+            context = self.in_cluster(context, scope_of_call(eqn, name, jaxpr))
         self.add_region(eqn, Region(None, body), env, context)
 
     def new_call(self) -> int:
@@ -495,11 +495,14 @@ def scope_of_choice(eqn: jex.JaxprEqn) -> Scope:
     return Scope(f"cond: {' or '.join(names)}" if are_names else "cond", "region")
 
 
-def scope_of_call(eqn: jex.JaxprEqn, name: str) -> Scope | None:
+def scope_of_call(eqn: jex.JaxprEqn, name: str, body: jex.Jaxpr) -> Scope | None:
     """The scope of a call of a function of this name. None for one without a name."""
     prim = eqn.primitive.name
     if prim in ("remat", "remat2", "checkpoint"):
         return Scope("remat", "region")
     if prim.startswith("custom_") and not name:
-        return Scope(prim.removesuffix("_call").removesuffix("_jaxpr").replace("_call", ""), "region")
+        name = function_of(body).partition(" at ")[0].rpartition(".")[2]
+        if not name.isidentifier():
+            return Scope(prim.removesuffix("_call").removesuffix("_jaxpr").replace("_call", ""), "region")
+    name = name.strip("_") or name
     return Scope(name) if name not in ("", "<lambda>") else None
