@@ -827,3 +827,16 @@ def test_steps_of_one_kind_in_a_line_are_of_that_kind():
         return a * b * c
 
     assert labels(fn, X, jax.random.key(0))[0] == ("Random", "split, normal, uniform")
+
+
+def test_a_product_of_groups_of_rows_is_a_layer():
+    """It was called "ragged_dot_general"."""
+
+    def fn(p, x, sizes):
+        return jax.nn.relu(jax.lax.ragged_dot(x, p["up"], sizes))
+
+    graph = viz.trace(fn, {"up": Spec((2, 4, 8), f32)}, X, Spec((2,), jnp.int32))
+    assert [(node.name, node.op, node.detail) for node in graph.layers] == [
+        ("up", "FullyConnected", "8, 2 groups"),
+        ("relu0", "Activation", "relu"),
+    ]

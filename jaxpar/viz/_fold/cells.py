@@ -33,6 +33,8 @@ _PLAIN_NAMES = {
     "integer_pow": "pow",  # `label_of` says which
     "select_n": "where",
     "dot_general": "MatMul",
+    "ragged_dot": "MatMul",
+    "ragged_dot_general": "MatMul",
     "conv_general_dilated": "conv",
     "concatenate": "Concat",
     "reshape": "Flatten",

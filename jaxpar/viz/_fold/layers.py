@@ -129,10 +129,13 @@ def fully_connected(cells: Cells, cell: Cell) -> Fold | None:
     if sum(weights) != 1:
         return Fold((cell,), "MatMul")
     side = weights.index(True)
-    contracted, batched = eqn.params["dimension_numbers"]
-    fixed = {*contracted[side], *batched[side]}
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")  # rows of one group after the other, each with a matrix
+    contracted, batched = eqn.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
+    groups = ragged.rhs_group_dimensions if ragged is not None and side == 1 else ()
+    fixed = {*contracted[side], *batched[side], *groups}
     features = math.prod(d for axis, d in enumerate(eqn.in_shapes[side]) if axis not in fixed)
-    return Fold((*made[0], *made[1], cell, *bias(cells, cell)), "FullyConnected", str(features))
+    detail = "".join([str(features), *(f", {eqn.in_shapes[side][axis]} groups" for axis in groups)])
+    return Fold((*made[0], *made[1], cell, *bias(cells, cell)), "FullyConnected", detail)
 
 
 def late_bias(cells: Cells, cell: Cell) -> Fold | None:
