@@ -840,3 +840,33 @@ def test_a_product_of_groups_of_rows_is_a_layer():
         ("up", "FullyConnected", "8, 2 groups"),
         ("relu0", "Activation", "relu"),
     ]
+
+
+def test_a_norm_that_multiplies_by_one_over_the_root():
+    def fn(p, x):
+        return x * (1 / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)) * (1 + p["scale"][None])
+
+    assert [(node.op, node.params) for node in viz.trace(fn, {"scale": Spec((4,), f32)}, X).layers] == [("RMSNorm", 4)]
+
+
+def test_what_equinox_says_about_an_array_is_no_layer():
+    def fn(x):
+        return jnp.sort(eqx.internal.nondifferentiable_backward(eqx.internal.nonbatchable(jnp.sort(x))))
+
+    graph = viz.trace(fn, X)
+    assert ([node.op for node in graph.layers], graph.uncounted) == (["sort", "sort"], ())
+
+
+def test_the_params_of_each_task_are_one_update():
+    """It said "1 array", the one whose shape was that of another array of the tasks."""
+
+    def loss(p, x, y):
+        return jnp.mean((jnp.tanh(x @ p["up"] + p["bias"][None]) @ p["down"] - y) ** 2)
+
+    def adapted(p, x, y):
+        return loss(jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(loss)(p, x, y)), x, y)
+
+    params = {"up": Spec((4, 8), f32), "bias": Spec((8,), f32), "down": Spec((8, 1), f32)}
+    tasks = Spec((5, 3, 4), f32), Spec((5, 3, 1), f32)
+    (update,) = (n for n in viz.trace(jax.vmap(adapted, (None, 0, 0)), params, *tasks).layers if n.op == "sub")
+    assert update.detail == "3 arrays"

@@ -299,7 +299,9 @@ def updates(cells: Cells, late: set[int]) -> dict[int, int]:
     counts = dict[int, int]()
     for cell in (cell for cell in cells if cell.id in late and not (cell.major or cell.op in COLLECTIVES)):
         made = {cells.raw.values[out].shape for eqn in cells.eqns(cell) for out in eqn.outs}
-        count = sum(cells.raw.values[weight].shape in made for weight in cells.weights(cell))
+        of_each = {shape[1:] for shape in made}  # under `vmap`: for each task, as in an inner loop
+        weights = [cells.raw.values[weight].shape for weight in cells.weights(cell)]
+        count = max(sum(shape in shapes for shape in weights) for shapes in (made, of_each))
         if count and not cell.op.endswith(BACKWARD):
             counts[cell.id] = count
     return counts

@@ -42,6 +42,8 @@ _PLAIN_NAMES = {
     "psum2": "psum",
     "psum_invariant": "psum",
     "all_gather_invariant": "all_gather",
+    "select_if_vmap": "where",  # of Equinox
+    "maybe_set": "scatter",
 }
 
 COLLECTIVES = frozenset(

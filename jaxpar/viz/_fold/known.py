@@ -70,6 +70,7 @@ _DIVIDED: tuple[Callable[[Array, Array, Array, float], Array], ...] = (
     lambda x, spread, scale, e: scale * x / jnp.sqrt(spread + e),
     lambda x, spread, scale, e: x * lax.rsqrt(spread + e),
     lambda x, spread, scale, e: x / jnp.sqrt(spread + e),
+    lambda x, spread, scale, e: x * (1 / jnp.sqrt(spread + e)),
     lambda x, spread, scale, e: x / (jnp.sqrt(spread) + e),
     lambda x, spread, scale, e: x / jnp.sqrt(spread),
 )

@@ -164,7 +164,7 @@ def place(stack: tuple[Frame, ...]) -> tuple[int, ...]:
 _VIEWS = frozenset(
     "broadcast_in_dim convert_element_type squeeze expand_dims stop_gradient pvary pcast pbroadcast copy copy_p "
     "transpose optimization_barrier sharding_constraint reduce_precision device_put reshape mesh_cast reshard "
-    "random_wrap random_unwrap".split()
+    "random_wrap random_unwrap nonbatchable nondifferentiable_backward nontraceable".split()
 )
 
 # The operand of these with which nothing is computed, and its places. XLA drops such steps, and does not count them.
