@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from .._graph import BACKWARD, Edge, Graph, Node, Sizes
 from .._read.raw import Raw, Value
-from .._scopes import Path, common_prefix
+from .._scopes import Path, Scope, common_prefix
 from .._searches import order
 
 
@@ -149,8 +149,11 @@ def name_drafts(net: Net) -> dict[int, str]:
         names[draft.at] = _unique(draft.name or "/".join(short), _base(draft), taken, numbers)
     for draft in net.drafts:
         if draft.forward is not None:
-            base = names.get(draft.forward.at, _base(draft)) + BACKWARD
-            names[draft.at] = _unique(base, base, taken, numbers)
+            # The name of a box that is called by what is in it says nothing of a part of its gradients.
+            in_part = isinstance(draft.forward.op, Scope) and draft.forward.op.kind == "part"
+            base = draft.op if in_part else names.get(draft.forward.at, _base(draft)) + BACKWARD
+            is_layer = in_part and draft.layers == 1
+            names[draft.at] = _unique("" if is_layer else base, _base(draft) if is_layer else base, taken, numbers)
     return names
 
 
