@@ -63,6 +63,16 @@ COUNTED = {fn.__name__: (fn, X) for fn in OF_ONE_ARRAY} | {
     "a mask": (lambda x: jnp.where(jnp.tril(jnp.ones((8, 16), bool)), x, 0), X),
     "bilinear weights": (lambda x: jax.image.resize(x, (5, 9), "bilinear"), X),
     "condition of a loop": (lambda x: lax.while_loop(lambda c: (c @ c.T).sum() < 9, lambda c: c * 2, x), X),
+    "condition beside a counter": (
+        lambda x: lax.while_loop(lambda c: (c[0].sum() < 9) & (c[1] < 5), lambda c: (c[0] * 2, c[1] + 1), (x, 0))[0],
+        X,
+    ),
+    "an error that only the condition reads": (
+        lambda x: lax.while_loop(lambda c: c[1] > 0.1, lambda c: (c[0] * 2, jnp.abs(c[0] * 2 - c[0]).max()), (x, 1.0))[
+            0
+        ],
+        X,
+    ),
     "mean over devices": (on_mesh(lambda x: lax.pmean(jnp.sin(x) + 1, "data"), jax.devices()[:2], P("data")), X),
     "split": (lambda key: jax.random.split(key, 5), jax.random.key(0)),
 }

@@ -757,3 +757,116 @@ def test_windows_that_become_channels_are_one_node():
     samples = labels(lambda x: jnp.concatenate([x[:, n::3] for n in range(3)], -1), Spec((2, 9, 4), f32))
     assert samples == [("SpaceToDepth", "3")]
     assert "SpaceToDepth" not in ops(lambda x: jnp.concatenate([x[:, ::2], x[:, 1::2]], 1), Spec((2, 8, 4), f32))
+
+
+def expert(p, x):
+    order = jnp.argsort(x @ p["gate"])
+    return jnp.zeros_like(x).at[order // 2].add(jax.nn.relu(x[order // 2] @ p["w"]))
+
+
+def test_the_gradient_of_a_step_inside_of_jax_is_that_of_the_block_whose_values_it_reads():
+    """Gathers of all blocks were the gradient of the last one's scatter, and the frames around them were wrong."""
+
+    def loss(params, x):
+        for p in params["blocks"]:
+            x = x + expert(p, x)
+        return jnp.sum(x**2)
+
+    graph = viz.trace(
+        jax.grad(loss), {"blocks": [{"w": Spec((8, 8), f32), "gate": Spec((8,), f32)}] * 3}, Spec((6, 8), f32)
+    )
+    assert {node.scope for node in graph.layers} == {(), ("blocks ×3",)}
+    assert [node.repeat for node in graph.layers if node.kind == "scatter-add"] == [3, 3]
+
+
+def test_what_only_a_gradient_reads_of_a_branch_is_part_of_its_layer():
+    """It was a layer of its own: the derivative of tanh."""
+
+    def loss(p, x, flag):
+        return jnp.sum(jax.lax.cond(flag, lambda x: jnp.tanh(x @ p["up"]), lambda x: x @ p["down"], x))
+
+    weights = {"up": Spec((4, 4), f32), "down": Spec((4, 4), f32)}
+    graph = viz.trace(jax.grad(loss), weights, X, Spec((), jnp.bool_))
+    names = [node.name for node in graph.layers if not node.is_backward and "cond" in node.scope]
+    assert sorted(names) == ["cond0", "down", "tanh0", "up"]
+
+
+def test_a_norm_in_a_loop_over_stacked_layers_has_its_scale():
+    def fn(p, x):
+        def layer(x, p):
+            return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * p["scale"][None] @ p["w"], None
+
+        return jax.lax.scan(layer, x, p)[0]
+
+    params = {"scale": Spec((3, 4), f32), "w": Spec((3, 4, 4), f32)}
+    assert [(node.op, node.params) for node in viz.trace(fn, params, X).layers] == [
+        ("RMSNorm", 12),
+        ("FullyConnected", 48),
+    ]
+
+
+class Wave(eqx.Module):
+    def score(self, x):
+        return jnp.sin(x) * x + jnp.cos(x)
+
+
+class Layer:
+    def call(self, x):
+        return jnp.sin(x) * x + jnp.cos(x)
+
+
+def test_a_box_is_named_by_what_is_called_not_by_how():
+    """They were called "equinox.BoundMethod" and "call"."""
+    assert ops(lambda x: Wave().score(x), X) == ["score"]
+    assert ops(lambda x: Layer().call(x), X) == ["Layer"]
+
+
+def test_steps_of_one_kind_in_a_line_are_of_that_kind():
+    def fn(x, key):
+        a, b, c = jax.random.normal(first := jax.random.split(key)[0], (3,)), jax.random.uniform(first, (3,)), x[0, :3]
+        return a * b * c
+
+    assert labels(fn, X, jax.random.key(0))[0] == ("Random", "split, normal, uniform")
+
+
+def test_a_product_of_groups_of_rows_is_a_layer():
+    """It was called "ragged_dot_general"."""
+
+    def fn(p, x, sizes):
+        return jax.nn.relu(jax.lax.ragged_dot(x, p["up"], sizes))
+
+    graph = viz.trace(fn, {"up": Spec((2, 4, 8), f32)}, X, Spec((2,), jnp.int32))
+    assert [(node.name, node.op, node.detail) for node in graph.layers] == [
+        ("up", "FullyConnected", "8, 2 groups"),
+        ("relu0", "Activation", "relu"),
+    ]
+
+
+def test_a_norm_that_multiplies_by_one_over_the_root():
+    def fn(p, x):
+        return x * (1 / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)) * (1 + p["scale"][None])
+
+    assert [(node.op, node.params) for node in viz.trace(fn, {"scale": Spec((4,), f32)}, X).layers] == [("RMSNorm", 4)]
+
+
+def test_what_equinox_says_about_an_array_is_no_layer():
+    def fn(x):
+        return jnp.sort(eqx.internal.nondifferentiable_backward(eqx.internal.nonbatchable(jnp.sort(x))))
+
+    graph = viz.trace(fn, X)
+    assert ([node.op for node in graph.layers], graph.uncounted) == (["sort", "sort"], ())
+
+
+def test_the_params_of_each_task_are_one_update():
+    """It said "1 array", the one whose shape was that of another array of the tasks."""
+
+    def loss(p, x, y):
+        return jnp.mean((jnp.tanh(x @ p["up"] + p["bias"][None]) @ p["down"] - y) ** 2)
+
+    def adapted(p, x, y):
+        return loss(jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(loss)(p, x, y)), x, y)
+
+    params = {"up": Spec((4, 8), f32), "bias": Spec((8,), f32), "down": Spec((8, 1), f32)}
+    tasks = Spec((5, 3, 4), f32), Spec((5, 3, 1), f32)
+    (update,) = (n for n in viz.trace(jax.vmap(adapted, (None, 0, 0)), params, *tasks).layers if n.op == "sub")
+    assert update.detail == "3 arrays"

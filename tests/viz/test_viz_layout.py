@@ -775,3 +775,46 @@ def test_a_box_of_most_of_a_net_is_opened():
     close_until(drawn, lambda net: len(net.layers) <= 20, few=FEW_BOXES)
     assert len(drawn.layers) <= 20
     assert 2 * max(draft.layers for draft in drawn.layers) <= count, [(d.op, d.layers) for d in drawn.layers]
+
+
+def quantized(x):
+    scale = jnp.max(jnp.abs(x)) / 127
+    return jnp.round(x / scale).astype(jnp.int8), scale
+
+
+def heads(x):
+    return jnp.cumsum(jnp.sin(x) * 2, 1).reshape(2, 4, 2)
+
+
+def test_arrows_show_what_a_function_returns():
+    """They showed the arrays before the last cast and reshape of the function."""
+
+    def fn(params, x):
+        y, scale = quantized(x)
+        z = jax.lax.dot_general(y, params["up"], (((1,), (0,)), ((), ())), preferred_element_type=m.i32)
+        return heads(z * scale) @ params["down"]
+
+    graph = viz.trace(fn, {"up": m.Spec((8, 8), jnp.int8), "down": m.Spec((2, 2), m.f32)}, m.Spec((2, 8), m.f32))
+    arrows = {(edge.source, edge.target): (edge.shape, edge.dtype) for edge in graph.edges}
+    assert arrows["quantized0", "up"] == ((2, 8), "int8")
+    assert arrows["heads0", "down"] == ((2, 4, 2), "float32")
+    assert (graph["quantized0"].dtype, graph["heads0"].shape) == ("int8", (2, 4, 2))
+
+
+def test_pieces_of_a_part_are_called_by_what_is_in_each():
+    """Each had the name of the part, "FullyConnected + 11", and one of its gradients too."""
+
+    def step(p, scale, x, y):
+        def loss(p):
+            return jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"] - y) ** 2) * scale
+
+        value, grads = jax.value_and_grad(loss)(p)
+        grads = jax.tree.map(lambda g: g / scale, grads)
+        finite = jnp.all(jnp.array([jnp.isfinite(jnp.sum(g)) for g in jax.tree.leaves(grads)]))
+        return jax.tree.map(lambda w, g: jnp.where(finite, w - 0.1 * g, w), p, grads), value / scale
+
+    square = m.Spec((4, 4), m.f32)
+    graph = viz.trace(step, {"up": square, "down": square}, m.Spec((), m.f32), square, square, max_nodes=8)
+    closed = [node.op for node in graph.layers if "layers" in node.detail]
+    assert len(closed) == len(set(closed))
+    assert "mul_backward0" in [node.name for node in graph.layers]  # of the loss by its scale

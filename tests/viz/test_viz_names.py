@@ -649,3 +649,30 @@ def test_a_scale_beside_modules_has_its_own_name():
     layers = [{"up": {"w": w}, "down": {"w": w}, "gamma": v} for _ in range(3)]
     graph = viz.trace(fn, {"layers": layers, "mix": {"q": w, "scale": v}}, w)
     assert [node.name for node in graph.layers if node.params] == ["up", "down", "gamma", "q", "scale"]
+
+
+def test_a_layer_has_its_name_beside_a_closed_box_of_that_name():
+    """It was called "head 2"."""
+
+    def body(p, x):
+        return head(p["head"], jnp.tanh(x @ p["in"]))
+
+    def head(p, x):
+        return jnp.tanh(x @ p["up"]) @ p["down"]
+
+    square = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    params = {"body": {"in": square, "head": {"up": square, "down": square}}, "head": square}
+    graph = viz.trace(lambda p, x: body(p["body"], x) @ p["head"], params, square, depth=1)
+    assert [(node.name, node.op) for node in graph.layers][-2:] == [("head 2", "head"), ("head", "FullyConnected")]
+
+
+def test_a_product_of_two_params_has_their_names_in_the_module_that_it_is_in():
+    """It had no name, and no frame."""
+
+    def cross(p, queries, x):
+        return (queries @ p["q"]) @ (x @ p["k"]).T @ (x @ p["v"])
+
+    square = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    params = {"latents": square, "cross": dict.fromkeys("qkv", square), "out": square}
+    graph = viz.trace(lambda p, x: cross(p["cross"], p["latents"], x) @ p["out"], params, square)
+    assert [(node.name, node.scope) for node in graph.layers if node.params == 32] == [("latents, q", ("cross",))]

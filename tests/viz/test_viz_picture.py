@@ -295,3 +295,15 @@ def test_the_rows_of_a_legend_are_about_equally_long(count, rows):
     """A colour alone in the last row was as wide as the picture."""
     caption = caption_of([("title", 14, True)], [("#ffffff", f"kind {number}") for number in range(count)])
     assert [row.count("BGCOLOR") for row in caption.split("<TR><TD><TABLE")[1:]] == rows
+
+
+def a_function_with_a_name_of_37_letters(p, x):
+    return jnp.cos(x) * jnp.sin(x) + p["gain"]
+
+
+def test_a_long_kind_without_details_is_drawn():
+    """Its label had an empty line, which Graphviz refuses."""
+    step = lambda p, x: a_function_with_a_name_of_37_letters(p, x)  # noqa: E731
+    plot = viz.plot_network(step, {"gain": m.Spec((), m.f32)}, m.Spec((4,), m.f32))
+    assert "a_function_with_a_name_of_37_letters" in m.words(plot)
+    assert "1 params" not in m.words(plot)

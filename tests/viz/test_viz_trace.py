@@ -239,7 +239,10 @@ def test_loops_branches_and_custom_gradients_are_clusters():
     choices = [jnp.tanh, _inner, jnp.sin, jnp.cos]
     assert ("cond", "branch 1") in scope(lambda x: jax.lax.switch(x[0, 0].astype(int), choices, x))
     assert ("cond: inner or tanh", "branch 0") in scope(lambda x: jax.lax.switch(x[0, 0].astype(int), choices[:2], x))
-    assert ("custom_vjp",) in scope(custom) | scope(lambda x: custom(x) @ x)
+    assert ("custom",) in scope(custom) | scope(lambda x: custom(x) @ x)
+    nameless = jax.custom_vjp(lambda x: jnp.sin(x) * x)
+    nameless.defvjp(lambda x: (nameless(x), x), lambda x, g: (g * jnp.cos(x),))
+    assert ("custom_vjp",) in scope(lambda x: nameless(x) @ x)
     assert ("remat",) in scope(jax.grad(lambda x: jax.checkpoint(lambda x: jnp.tanh(x @ x) @ x)(x).sum()))
     assert ("inner",) in scope(lambda x: jax.jit(_inner)(x) @ x)
 

@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..._core.text import printable
+from ..._core.text import plural, printable
 from .._fold.calls import OPTIMIZERS
 from .._fold.cells import COLLECTIVES
 from .._graph import BACKWARD, FAILS_AT, Edge, Graph, Node, human
@@ -193,7 +193,7 @@ def label_lines(node: Node, heat: str | None) -> list[Line]:
     if node.params:
         each, remainder = divmod(node.params, node.repeat)
         copies = f"{node.repeat} × " if node.repeat > 1 and not remainder else ""
-        lines.append((f"{copies}{each if copies else node.params:,} params", SMALL, False))
+        lines.append((f"{copies}{plural(each if copies else node.params, 'param')}", SMALL, False))
     if heat:
         unit = "FLOP" if heat == "flops" else "B"
         lines.append((human(cost(node, heat), unit), SMALL, False))
@@ -209,7 +209,7 @@ def _kind_lines(node: Node, name: str) -> list[Line]:
         return [(cut(name), SIZE, True), (f"{kind} backward", SMALL, False)]
     kind_and_detail = f"{kind} {detail}".strip()
     lines = [kind_and_detail] if len(kind_and_detail) <= _LINE else [kind, detail]
-    return [(cut(name), SIZE, True), *((line, SIZE - 1, False) for line in lines)]
+    return [(cut(name), SIZE, True), *((line, SIZE - 1, False) for line in lines if line)]
 
 
 def own_name(node: Node) -> str:
@@ -225,7 +225,8 @@ def own_name(node: Node) -> str:
     while above and Scope(above[0]).stem in scopes:
         del above[0]
     name = "/".join([*above, last])
-    return "" if _letters(name) in {_letters(node.kind), _letters(node.op), _letters(node.detail), ""} else name
+    kinds = (node.kind, node.kind.rpartition(".")[2], node.op, node.detail, "")  # "optax.clip" is "clip"
+    return "" if _letters(name) in map(_letters, kinds) else name
 
 
 def _letters(text: str) -> str:
@@ -335,7 +336,7 @@ def tooltip(node: Node) -> str:
     else:
         lines.append(f"output {node.dtype}[{','.join(map(str, node.shape))}]")
     if node.params:
-        lines.append(f"{node.params:,} parameters")
+        lines.append(plural(node.params, "parameter"))
     if node.weights:
         lines.append("weights " + ", ".join(node.weights[:4]) + (", ..." if len(node.weights) > 4 else ""))
     if not is_argument(node):
@@ -349,7 +350,7 @@ def tooltip(node: Node) -> str:
 
 def caption(graph: Graph, nodes: list[Node], options: Options) -> str:
     """The title, the totals and the legend, as a table of Graphviz."""
-    counts = f"{graph.total_params:,} parameters · {human(graph.total_flops, 'FLOP')}{missing(graph)}"
+    counts = f"{plural(graph.total_params, 'parameter')} · {human(graph.total_flops, 'FLOP')}{missing(graph)}"
     lines = [*title_lines(options.title), (counts, 10, False)]
     if options.heat is not None:
         lines.append((f"{options.heat}: white is none, red the most of all nodes", SMALL, False))

@@ -12,7 +12,8 @@ from .._read.source import ANONYMOUS, Frame
 from .._scopes import Path
 from .cells import COLLECTIVES, SENT, Cell, Cells, axis_names, label_of, plain_name
 
-_Place = tuple[int, Path]  # in the program, and the remat around it
+# In the program, or of the user's code by its calls, and the remat around it.
+_Place = tuple[int | tuple[int, ...], Path]
 
 
 def fold_backward(cells: Cells) -> None:
@@ -63,29 +64,23 @@ def _targets(cells: Cells) -> dict[int, Cell]:
             elsewhere.append(eqn)
         else:
             several.setdefault((place, _rematted(eqn.scope)), []).append(eqn)
+    # Others belong to the layers of the same lines of the user. The stack of a gradient in a remat of layers outside of
+    # it may lack the call of the remat.
+    for eqn in elsewhere:
+        calls = _users_place(cells, eqn)
+        starts = range(len(calls)) if _rematted(eqn.scope) else range(1)
+        inner = next((calls[start:] for start in starts if calls[start:] in near), None)
+        if inner is not None:
+            several.setdefault((inner, ()), []).append(eqn)
     # Of several layers at a place, those that have a tangent were differentiated.
     places: list[tuple[list[Cell], list[Eqn]]] = []
     for (place, rematted), eqns in several.items():  # JAX 0.10 keeps no lines inside vmap: a network is at one place
-        again = [cell for cell in layers[place] if _rematted(cells.raw.eqns[cell.eqns[0]].scope) == rematted]
-        at_place = again if rematted and again else layers[place]  # gradients in a remat are of what it computes again
+        at_place = layers[place] if isinstance(place, int) else near[place]
+        again = [cell for cell in at_place if _rematted(cells.raw.eqns[cell.eqns[0]].scope) == rematted]
+        at_place = again if rematted and again else at_place  # gradients in a remat are of what it computes again
         differentiated = [cell for cell in at_place if any(eqn.tangent for eqn in cells.eqns(cell))]
         places.append((differentiated or at_place, eqns))
-    # Gradients in a remat of layers outside of it, whose stack may lack the call of the remat.
-    outside: dict[tuple[int, ...], list[Eqn]] = {}
-    for eqn in (eqn for eqn in elsewhere if _rematted(eqn.scope)):
-        calls = _users_place(cells, eqn)
-        inner = next((calls[start:] for start in range(len(calls)) if calls[start:] in near), None)
-        if inner is not None:
-            outside.setdefault(inner, []).append(eqn)
-    target_of = _which_times(cells, [*places, *((near[place], eqns) for place, eqns in outside.items())])
-
-    for eqn in elsewhere:  # the layers of the same lines of the user: one whose gradient it follows, or that is before
-        candidates = near.get(_users_place(cells, eqn))
-        if eqn.id not in target_of and candidates:
-            after = _followed(cells, eqn, target_of)
-            behind = [source for cell in after for source in cells.sources(cell)]
-            target_of[eqn.id] = next((cell for cell in (*after, *behind) if cell in candidates), candidates[-1])
-    return target_of
+    return _which_times(cells, places)
 
 
 def _rematted(scope: Path) -> Path:

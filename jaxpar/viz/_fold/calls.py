@@ -332,7 +332,9 @@ def updates(cells: Cells, late: set[int]) -> dict[int, int]:
     counts = dict[int, int]()
     for cell in (cell for cell in cells if cell.id in late and not (cell.major or cell.op in COLLECTIVES)):
         made = {cells.raw.values[out].shape for eqn in cells.eqns(cell) for out in eqn.outs}
-        count = sum(cells.raw.values[weight].shape in made for weight in cells.weights(cell))
+        of_each = {shape[1:] for shape in made}  # under `vmap`: for each task, as in an inner loop
+        weights = [cells.raw.values[weight].shape for weight in cells.weights(cell)]
+        count = max(sum(shape in shapes for shape in weights) for shapes in (made, of_each))
         if count and not cell.op.endswith(BACKWARD):
             counts[cell.id] = count
     return counts
@@ -360,8 +362,8 @@ def fold_helpers(cells: Cells) -> None:
             calls = _equal_parts(cells, run) or _returns(cells, run, depth)
             for steps in [run] if len(calls) > 1 and _is_of_leaves(cells, calls) else calls:
                 if len(steps) > 1 and sum(len(cell.eqns) for cell in steps) >= 3:
-                    kinds = {cell.op for cell in steps}
-                    cells.fold(steps, _helper_name(own_stack(cells, steps[0])[depth], kinds))
+                    stacks = [own_stack(cells, cell) for cell in steps]
+                    cells.fold(steps, _helper_name(stacks, depth, {cell.op for cell in steps}))
 
 
 # What functions of jaxpar's own step do, in words. Others go by their names.
@@ -376,9 +378,20 @@ _OWN_PARTS = {
 }
 
 
-def _helper_name(frame: Frame, kinds: Collection[str]) -> str:
-    """What a function is called whose steps are of these kinds."""
-    names = [word for word in frame.name.split(".") if word not in ("<locals>", "__call__")]
+def _helper_name(stacks: list[tuple[Frame, ...]], depth: int, kinds: Collection[str]) -> str:
+    """What a call at this depth is named by: its function, or the class of an object that is called.
+
+    `stacks` and `kinds` are those of its steps.
+    """
+    frame = stacks[0][depth]
+    insides = {stack[depth + 1].function: stack[depth + 1] for stack in stacks if len(stack) > depth + 1}
+    goes_on = len(insides) == 1 and all(len(stack) > depth + 1 for stack in stacks)
+    # A bound method of a library only calls the function of others.
+    is_call = frame.origin == "library" and frame.name.endswith(".__call__")
+    if is_call and goes_on and all(inside.package != frame.package for inside in insides.values()):
+        return _helper_name(stacks, depth + 1, kinds)
+    words = frame.name.split(".")
+    names = [word for word in words if word not in ("<locals>", "__call__", "call")] or words  # Keras has `call`
     plain = names[-1].strip("_")
     if frame.origin != "library":
         return plain
@@ -409,8 +422,11 @@ def fold_statements(cells: Cells) -> None:
                 # The dearest step that is not done to each element by itself names the box: a sum, a gather.
                 others = [cell for cell in steps if cells.prims(cell) & _NOT_ELEMENTWISE]
                 dearest = max(others, key=lambda cell: sum(eqn.flops for eqn in cells.eqns(cell)), default=None)
-                op = "Elementwise" if dearest is None else dearest.op
-                names = [name for name in dict.fromkeys(cell.op for cell in steps) if name != op]
+                ops = list(dict.fromkeys(cell.op for cell in steps))
+                op = ops[0] if len(ops) == 1 else "Elementwise" if dearest is None else dearest.op
+                names = [name for name in ops if name != op]
+                if len(ops) == 1:  # several steps of one kind, such as random numbers
+                    names = list(filter(None, dict.fromkeys(cell.detail for cell in steps)))
                 cells.fold(steps, op, ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
 
 

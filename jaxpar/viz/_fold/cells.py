@@ -33,6 +33,8 @@ _PLAIN_NAMES = {
     "integer_pow": "pow",  # `label_of` says which
     "select_n": "where",
     "dot_general": "MatMul",
+    "ragged_dot": "MatMul",
+    "ragged_dot_general": "MatMul",
     "conv_general_dilated": "conv",
     "concatenate": "Concat",
     "reshape": "Flatten",
@@ -40,6 +42,8 @@ _PLAIN_NAMES = {
     "psum2": "psum",
     "psum_invariant": "psum",
     "all_gather_invariant": "all_gather",
+    "select_if_vmap": "where",  # of Equinox
+    "maybe_set": "scatter",
 }
 
 COLLECTIVES = frozenset(

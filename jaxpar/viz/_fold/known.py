@@ -6,7 +6,6 @@ Most are functions that compute a layer, written as users write them, a larger o
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..._core.checks import describe
 from . import layers
 from .cells import Cells
 from .templates import Fold, Pattern, Rule, fold_elementwise, fold_templates, is_elementwise
-from .terms import is_fixed, maker
+from .terms import has_one_axis, is_fixed, maker
 
 _sigmoid, _exp = jax.nn.sigmoid, jnp.exp
 Array = jax.Array
@@ -71,6 +70,7 @@ _DIVIDED: tuple[Callable[[Array, Array, Array, float], Array], ...] = (
     lambda x, spread, scale, e: scale * x / jnp.sqrt(spread + e),
     lambda x, spread, scale, e: x * lax.rsqrt(spread + e),
     lambda x, spread, scale, e: x / jnp.sqrt(spread + e),
+    lambda x, spread, scale, e: x * (1 / jnp.sqrt(spread + e)),
     lambda x, spread, scale, e: x / (jnp.sqrt(spread) + e),
     lambda x, spread, scale, e: x / jnp.sqrt(spread),
 )
@@ -101,10 +101,7 @@ def _are_scales(cells: Cells, values: Sequence[int]) -> bool:
 
 def _are_stored(cells: Cells, values: Sequence[int]) -> bool:
     """Whether all but the first are arguments with one value for each channel."""
-    shown = [cells.raw.of(value) for value in values[1:]]
-    return all(
-        each.kind in ("weight", "input") and max(each.shape, default=1) == math.prod(each.shape) for each in shown
-    )
+    return all(cells.raw.of(value).kind in ("weight", "input") and has_one_axis(cells, value) for value in values[1:])
 
 
 def _shifted(x: Array, mean: Array, scale: Array, bias: Array) -> Array:

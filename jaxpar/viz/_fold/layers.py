@@ -16,6 +16,7 @@ from .terms import (
     bias,
     by,
     divides_by,
+    has_one_axis,
     is_convex,
     is_of_several,
     is_scale,
@@ -39,8 +40,7 @@ def normalization(cells: Cells, cell: Cell) -> Fold | None:
             break
         is_weight = cells.raw.weight_of(others[0]) is not None or is_scale(cells, user)
         made = () if is_weight else made_of_params(cells, others[0], user)
-        shape = cells.raw.of(others[0]).shape  # a scale and a bias have one axis that is longer than 1
-        if not (is_weight or made) or max(shape, default=1) != math.prod(shape):
+        if not (is_weight or made) or not has_one_axis(cells, others[0]):
             break
         members += (*made, user)
         last = user
@@ -129,10 +129,13 @@ def fully_connected(cells: Cells, cell: Cell) -> Fold | None:
     if sum(weights) != 1:
         return Fold((cell,), "MatMul")
     side = weights.index(True)
-    contracted, batched = eqn.params["dimension_numbers"]
-    fixed = {*contracted[side], *batched[side]}
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")  # rows of one group after the other, each with a matrix
+    contracted, batched = eqn.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
+    groups = ragged.rhs_group_dimensions if ragged is not None and side == 1 else ()
+    fixed = {*contracted[side], *batched[side], *groups}
     features = math.prod(d for axis, d in enumerate(eqn.in_shapes[side]) if axis not in fixed)
-    return Fold((*made[0], *made[1], cell, *bias(cells, cell)), "FullyConnected", str(features))
+    detail = "".join([str(features), *(f", {eqn.in_shapes[side][axis]} groups" for axis in groups)])
+    return Fold((*made[0], *made[1], cell, *bias(cells, cell)), "FullyConnected", detail)
 
 
 def late_bias(cells: Cells, cell: Cell) -> Fold | None:

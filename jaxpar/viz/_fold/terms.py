@@ -39,6 +39,15 @@ def divides_by(cells: Cells, cell: Cell, count: float) -> bool:
     return any(factor is not None and math.isclose(factor, wanted, rel_tol=1e-2) for factor in factors)
 
 
+def has_one_axis(cells: Cells, value: int) -> bool:
+    """Whether a value is, or shows, an array with at most one axis that is longer than 1, as a scale and a bias have.
+
+    Those of all layers may be stacked in one array, of which a loop reads a row in each pass.
+    """
+    shapes = (cells.raw.values[shown].shape for shown in cells.raw.shown(value))
+    return any(max(shape, default=1) == math.prod(shape) for shape in shapes)
+
+
 def number(cells: Cells, value: int) -> float | None:
     """The real number that a value is everywhere. None for all other values."""
     literal = constant(cells, value)

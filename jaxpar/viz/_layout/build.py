@@ -10,7 +10,8 @@ from .._fold.calls import OPTIMIZERS, updates
 from .._fold.cells import SENT, Cell, Cells, after_gradients, carries_of, plain_name, sources_of
 from .._graph import BACKWARD, human
 from .._read.raw import Eqn, Raw
-from .._read.source import describe
+from .._read.source import Frame, describe
+from .._scopes import common_prefix
 from .._searches import order
 from .modules import set_paths, set_scopes
 from .net import Draft, Net, leaf_of
@@ -29,10 +30,10 @@ def build(cells: Cells) -> Net:
     sources = sources_of(cells)
     ordered = [cells.cells[number] for number in order(sources, first.__getitem__)]
     late = after_gradients(cells, sources)
-    updated, casts = updates(cells, late), _casts(raw)
+    updated, returned = updates(cells, late), _returned(raw)
     for cell in ordered:
         draft = _draft(cells, cell, len(by_cell))
-        draft.value = casts.get(draft.value, draft.value)
+        draft.value = returned.get(draft.value, draft.value)
         if count := updated.get(cell.id):
             draft.detail = plural(count, "array")
             draft.name = draft.op if count > 1 else draft.name  # not what the names of its parameters begin with
@@ -42,7 +43,7 @@ def build(cells: Cells) -> Net:
         by_cell[cell.id].forward = by_cell.get(cell.forward.id) if cell.forward is not None else None
 
     carries, behind_loops = carry_edges(cells, by_cell)
-    edges = _edges(cells, by_cell, casts) | behind_loops
+    edges = _edges(cells, by_cell, returned) | behind_loops
     for name, output in zip(raw.output_names, raw.outputs, strict=True):
         owner = cells.producer(raw.root(output))
         if owner is not None:
@@ -63,7 +64,7 @@ def build(cells: Cells) -> Net:
     return net
 
 
-def _edges(cells: Cells, by_cell: dict[int, Draft], casts: dict[int, int]) -> dict[tuple[int, int, int], None]:
+def _edges(cells: Cells, by_cell: dict[int, Draft], returned: dict[int, int]) -> dict[tuple[int, int, int], None]:
     """The edges between the drafts, in the order of the trace."""
     raw = cells.raw
     edges: dict[tuple[int, int, int], None] = {}
@@ -74,24 +75,46 @@ def _edges(cells: Cells, by_cell: dict[int, Draft], casts: dict[int, int]) -> di
             if source is not None and source is not cell:
                 for value in (value for value, shown in read.items() if shown == root):
                     outside = raw.outside(value)
-                    given = casts.get(root, root) if outside == root else outside
+                    given = returned.get(root, root) if outside == root else outside
                     edges[by_cell[source.id].at, by_cell[cell.id].at, given] = None
             elif raw.values[root].kind == "input":
                 edges[root - len(raw.values), by_cell[cell.id].at, root] = None
     return edges
 
 
-def _casts(raw: Raw) -> dict[int, int]:
-    """The values that a function of JAX casts before it returns them, and what it returns: of `one_hot`, no bools."""
-    casts: dict[int, int] = {}
+def _returned(raw: Raw) -> dict[int, int]:
+    """The values that a function casts or reshapes before it returns them, and what all others read of them.
+
+    `one_hot` returns no bools, and a quantization returns int8.
+    """
+    forms: dict[int, set[int]] = {}
     for eqn in raw.eqns:
-        root = raw.root(eqn.ins[0]) if eqn.view and eqn.prim == "convert_element_type" else None
-        maker = raw.values[root].producer if root is not None else None
-        if root is not None and maker is not None and raw.values[root].shape == eqn.out_shape:
-            calls = [next((f.call for f in reversed(each.stack) if f.call < 0), 0) for each in (eqn, raw.eqns[maker])]
-            if calls[0] == calls[1] < 0:
-                casts[root] = eqn.outs[0]
-    return casts
+        for value in () if eqn.view else eqn.ins:
+            forms.setdefault(raw.root(value), set()).add(_form(raw, value, eqn))
+    return {root: read.pop() for root, read in forms.items() if len(read) == 1}
+
+
+def _form(raw: Raw, value: int, reader: Eqn) -> int:
+    """What a reader is given of a value: the last view of it that is nearer to its maker than to the reader."""
+    root = raw.root(value)
+    maker = raw.values[root].producer
+    if value == root or maker is None or raw.outside(value) != root:
+        return root
+    made, elements = raw.eqns[maker].stack, math.prod(raw.values[root].shape)
+    for shown in raw.shown(value)[:-1]:
+        view = raw.values[shown].producer
+        if view is None or math.prod(raw.values[shown].shape) != elements:  # XLA writes no array that is broadcast
+            continue
+        if _functions_around(made, raw.eqns[view].stack) > _functions_around(made, reader.stack):
+            return shown
+    return root
+
+
+def _functions_around(*stacks: tuple[Frame, ...]) -> int:
+    """How many calls of functions are around both of two equations."""
+    same = len(common_prefix([tuple(frame.call for frame in stack) for stack in stacks]))
+    inside = {stack[same].function if len(stack) > same else None for stack in stacks}
+    return same + (len(inside) == 1)
 
 
 def _written_shapes(raw: Raw) -> dict[int, tuple[int, ...]]:

@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -72,12 +72,17 @@ def close_groups(net: Net, groups: list[_Closing]) -> None:
     merged: list[tuple[list[Draft], Draft]] = []
     pieces = _without_circles(ordered, sources, groups)
     count = Counter(key for key, _ in pieces)
-    for (path, is_backward), group in pieces:
+    for key, group in pieces:
         if len(group) > 1:
-            op = path[-1].numbered(1) + (BACKWARD if is_backward else "")
-            if path[-1].kind == "part" and not is_backward and count[path, is_backward] > 1:
-                op = name_part(items_of(group, len(path)))  # it is not all that the name of the part says
-            made = _sum(group, op, path[:-1], readers)
+            path, is_backward = key
+            scope = path[-1].numbered(1)
+            if scope.kind == "part" and count[key] > 1:  # it is called by what is in it, and each piece holds less
+                layers = {
+                    draft.layer.at: replace(draft.layer, scope=_without_parts(draft.layer.scope)) for draft in group
+                }
+                inside = list(layers.values())
+                scope = name_part(items_of(inside, len(shared_scope(inside))))
+            made = _sum(group, scope + BACKWARD if is_backward else scope, path[:-1], readers)
             made.closed = path
             merged.append((group, made))
     net.merge(merged)
@@ -172,16 +177,16 @@ def close_until(net: Net, fits: Callable[[Net], bool], *, room: int = MOST, few:
 
 def _closed(net: Net, is_open: Container[Path]) -> Net:
     """A net with only these scopes open. Parts have no frames then: their names say what is in them, which is seen."""
-
-    def around(scope: Path) -> Path:
-        return tuple(part for part in scope if part.kind != "part" or part.times is not None)
-
     made = net.copy()
     _close(made, is_open)
     for draft in made.drafts:
-        draft.scope = around(draft.scope)
-    made.repeats = {around(path): count for path, count in made.repeats.items()}
+        draft.scope = _without_parts(draft.scope)
+    made.repeats = {_without_parts(path): count for path, count in made.repeats.items()}
     return made
+
+
+def _without_parts(scope: Path) -> Path:
+    return tuple(part for part in scope if part.kind != "part" or part.times is not None)
 
 
 def _around_all(net: Net) -> set[Path]:

@@ -248,6 +248,9 @@ def _layer(cells: Cells, first: int, draft: Draft, frames: tuple[Frame, ...]) ->
     levels = tuple(level if level < 0 else len(plain_stack(eqn.stack[:level])) for level in eqn.levels)
     paths = [path[:-1] for weight in draft.weights if (path := cells.raw.values[weight].path)]
     path = common_prefix(paths) if paths and not draft.tied else None
+    longest = max(paths, key=len, default=())
+    if path is not None and not draft.borrowed and all(longest[: len(outer)] == outer for outer in paths):
+        path = longest  # a param of a module around it, such as learned queries, is read inside
     return Layer(frames, path, draft.scope, levels[: len(draft.scope)])
 
 

@@ -30,6 +30,8 @@ def name_of_weights(paths: list[tuple[str, ...]], modules: Container[tuple[str, 
     'gamma'
     >>> name_of_weights([("lstm", "hi", "kernel"), ("lstm", "hf", "kernel")])
     'hi, hf'
+    >>> name_of_weights([("latents",), ("cross", "query", "kernel")])
+    'latents, query'
     """
     if not paths:
         return ""
@@ -40,7 +42,11 @@ def name_of_weights(paths: list[tuple[str, ...]], modules: Container[tuple[str, 
         return joined if len(joined) <= _LONG else around[-1] if around else ""
     if len(paths) == 1 and around in modules:
         return paths[0][-1]
-    if {path[-1] for path in paths} <= GENERIC or any(path[:-1] != around for path in paths):
+    parts = [[path for path in paths if path[:-1] == module] for module in dict.fromkeys(path[:-1] for path in paths)]
+    if len(parts) == 2 and not around:  # a product of params of two modules
+        joined = ", ".join(name_of_weights(part, modules) or part[0][-1] for part in parts)
+        return joined if len(joined) <= _LONG else ""
+    if {path[-1] for path in paths} <= GENERIC or len(parts) > 1:
         return around[-1] if around else ""
     stems = {path[-1].rstrip("0123456789") for path in paths}
     pair = len(paths) > 1 and len(stems) == 1 and paths[0][-1] not in stems

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from .._graph import BACKWARD, Edge, Graph, Node, Sizes
 from .._read.raw import Raw, Value
-from .._scopes import Path, common_prefix
+from .._scopes import Path, Scope, common_prefix
 from .._searches import order
 
 
@@ -143,15 +143,19 @@ def name_drafts(net: Net) -> dict[int, str]:
     for draft in net.drafts:
         for start in range(len(draft.path)):
             ends.setdefault(draft.path[start:], set()).add(draft.path)
-    for draft in (draft for draft in net.drafts if draft.op != "input" and draft.forward is None):
+    layers = [draft for draft in net.drafts if draft.op != "input" and draft.forward is None]
+    for draft in sorted(layers, key=lambda draft: bool(draft.name)):  # a box that others are closed in comes after them
         # The end of its path, as much of it as no other layer has.
         tails = (draft.path[start:] for start in range(len(draft.path) - 1, -1, -1))
         short = next((tail for tail in tails if len(ends[tail]) == 1), draft.path)
         names[draft.at] = _unique(draft.name or "/".join(short), _base(draft), taken, numbers)
     for draft in net.drafts:
         if draft.forward is not None:
-            base = names.get(draft.forward.at, _base(draft)) + BACKWARD
-            names[draft.at] = _unique(base, base, taken, numbers)
+            # The name of a box that is called by what is in it says nothing of a part of its gradients.
+            in_part = isinstance(draft.forward.op, Scope) and draft.forward.op.kind == "part"
+            base = draft.op if in_part else names.get(draft.forward.at, _base(draft)) + BACKWARD
+            is_layer = in_part and draft.layers == 1
+            names[draft.at] = _unique("" if is_layer else base, _base(draft) if is_layer else base, taken, numbers)
     return names
 
 

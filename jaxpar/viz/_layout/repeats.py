@@ -183,7 +183,8 @@ class _Pass:
             )
             beside = {scope[len(shared)] for scope in scopes_beside if scope[: len(shared)] == shared != scope}
             named = [scope[len(shared)] for scope in owns if len(scope) > len(shared)]
-            label = name_copies(named, beside) if named else _label(self.net, copies, shared, beside)
+            are_named = len(named) == len(copies)
+            label = name_copies(named, beside) if are_named else _label(self.net, copies, shared, beside)
             block = (*shared, unique(label, beside.__contains__))
         for first, *same in zip(*copies, strict=True):
             inner = _scopes_of_all(first.scope[inner_from:], [draft.scope[inner_from:] for draft in same])
@@ -227,7 +228,7 @@ class _Pass:
 
 def _signature(net: Net, draft: Draft) -> object:
     """What copies of a layer have in common."""
-    value = net.raw.values[draft.value]
+    value = net.raw.of(draft.value)  # the copies may return it to others, which are given other views of it
     weights = tuple(net.raw.values[weight].shape for weight in draft.weights)
     scope = tuple((re.sub(r"_?\d+", "", scope_part.name), scope_part.times is None) for scope_part in draft.scope)
     return (draft.op, draft.detail, value.shape, value.dtype, weights, scope, draft.repeat)

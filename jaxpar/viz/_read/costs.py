@@ -246,7 +246,9 @@ _FORMULAS: dict[str, _Formula] = {
         "after_all broadcast_to iota_2x32_shape unvmap_all unvmap_any unvmap_max new_ref empty_ref freeze free_ref "
         "reduced_vary_cast vary_unreduced_cast reduced_vary_cast_p vary_unreduced_cast_p preduced to_edtype "
         "from_edtype random_seed random_wrap random_unwrap random_clone rng_bit_generator rng_uniform "
-        "debug_callback debug_print cond",
+        "debug_callback debug_print cond "
+        # Equinox
+        "select_if_vmap maybe_set nonbatchable nondifferentiable_backward nontraceable",
         lambda params, ins, outs: 0,
     ),
     # elements

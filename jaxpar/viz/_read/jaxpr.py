@@ -231,7 +231,7 @@ class _Reader:
             file = short_path(function_of(jaxpr).partition(" at ")[2].rpartition(":")[0])
             context = context.in_library(name, file, self.new_call())
         elif not is_jax_function(jaxpr):
-            context = self.in_cluster(context, scope_of_call(eqn, name))
+            context = self.in_cluster(context, scope_of_call(eqn, name, jaxpr))
         self.add_region(eqn, Region(None, body), env, context)
 
     def new_call(self) -> int:
@@ -255,8 +255,10 @@ class _Reader:
             parts_at = region.carry_at + region.carried
             operands[parts_at:] = map(self.unknown_number, operands[parts_at:])
         results = self.write_out(region.body, operands, context)
+        tested: tuple[int, ...] = ()
         if region.condition is not None:
             self.add_condition(region.condition, results, context.times)
+            tested = tuple(itertools.compress(results, read_by(region.condition)[-len(results) :]))
         ends = ((operands[region.carry_at + number], results[number]) for number in carried)
         self.raw.carries += [(first, last, context.scope) for first, last in ends]
         for var, value in zip(eqn.outvars, results, strict=True):
@@ -264,12 +266,14 @@ class _Reader:
             env[var] = self.new_value(var.aval, shows=shown)
             self.raw.values[env[var]].crosses = int(self.changes_shape(env[var]))
             self.raw.values[env[var]].of_a_pass = region.loop
+            self.raw.tested[env[var]] = tested
 
     def add_condition(self, condition: Jaxpr, results: Sequence[int], times: int) -> None:
         """Add the cost of the condition of a loop to what the loop computes. It is not drawn."""
         cost, uncounted = body_cost(condition)
         self.raw.uncounted |= uncounted
-        made = [at for value in results if (at := self.raw.of(value).producer) is not None]
+        values = (self.raw.of(value) for value in results)
+        made = [value.producer for value in values if value.kind == "op" and value.producer is not None]
         if made:
             self.raw.eqns[max(made)].flops += cost * times
 
@@ -381,6 +385,13 @@ def _while(eqn: jex.JaxprEqn) -> Region:
     return Region(scope, body, loop=True, carried=carried, operands=operands, carry_at=carry_at, condition=condition)
 
 
+def read_by(body: Jaxpr) -> list[bool]:
+    """Which of its arguments a nested jaxpr reads."""
+    jaxpr = getattr(body, "jaxpr", body)
+    read = {id(atom) for eqn in jaxpr.eqns for atom in eqn.invars} | set(map(id, jaxpr.outvars))
+    return [id(var) in read for var in jaxpr.invars]
+
+
 def counters_of(region: Region) -> set[int]:
     """Which carried values only count passes: whole numbers that come from themselves and literals alone."""
     jaxpr = getattr(region.body, "jaxpr", region.body)
@@ -484,11 +495,14 @@ def scope_of_choice(eqn: jex.JaxprEqn) -> Scope:
     return Scope(f"cond: {' or '.join(names)}" if are_names else "cond", "region")
 
 
-def scope_of_call(eqn: jex.JaxprEqn, name: str) -> Scope | None:
+def scope_of_call(eqn: jex.JaxprEqn, name: str, body: jex.Jaxpr) -> Scope | None:
     """The scope of a call of a function of this name. None for one without a name."""
     prim = eqn.primitive.name
     if prim in ("remat", "remat2", "checkpoint"):
         return Scope("remat", "region")
     if prim.startswith("custom_") and not name:
-        return Scope(prim.removesuffix("_call").removesuffix("_jaxpr").replace("_call", ""), "region")
+        name = function_of(body).partition(" at ")[0].rpartition(".")[2]
+        if not name.isidentifier():
+            return Scope(prim.removesuffix("_call").removesuffix("_jaxpr").replace("_call", ""), "region")
+    name = name.strip("_") or name
     return Scope(name) if name not in ("", "<lambda>") else None

@@ -96,6 +96,8 @@ class Raw:
     carries: list[tuple[int, int, Path]] = field(default_factory=list)
     # of a carried value that a loop begins with a constant: that constant, which is no other pass's
     first_pass: dict[int, int] = field(default_factory=dict)
+    # of a result of a loop: what its condition reads of the last pass
+    tested: dict[int, tuple[int, ...]] = field(default_factory=dict)
     places: dict[tuple[int, ...], int] = field(default_factory=dict)
     _above: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _own_stacks: dict[int, tuple[Frame, ...]] = field(default_factory=dict)
@@ -163,7 +165,7 @@ def place(stack: tuple[Frame, ...]) -> tuple[int, ...]:
 _VIEWS = frozenset(
     "broadcast_in_dim convert_element_type squeeze expand_dims stop_gradient pvary pcast pbroadcast copy copy_p "
     "transpose optimization_barrier sharding_constraint reduce_precision device_put reshape mesh_cast reshard "
-    "random_wrap random_unwrap".split()
+    "random_wrap random_unwrap nonbatchable nondifferentiable_backward nontraceable".split()
 )
 
 # The operand of these with which nothing is computed, and its places. XLA drops such steps, and does not count them.
@@ -335,6 +337,8 @@ def _wires(raw: Raw) -> dict[int, Sequence[int]]:
     handed_on = [(first, last) for first, last, _ in raw.carries]
     for inside, outside in (*handed_on, *raw.first_pass.items()):
         wires[inside] = (*wires.get(inside, ()), outside)
+    for result, tested in raw.tested.items():  # how often a loop runs
+        wires[result] = (*wires.get(result, ()), *tested)
     return wires
 
 
@@ -346,10 +350,26 @@ def mark_residuals(raw: Raw) -> None:
     for eqn in raw.eqns:
         for value in () if eqn.view else eqn.ins:
             readers.setdefault(raw.root(value), []).append(eqn)
+
+    def only_gradients_read(value: int) -> bool:
+        return value not in results and all(
+            # A choice hands on what a branch computes.
+            all(map(only_gradients_read, _handed_on(raw, reader, value)))
+            if reader.prim == "cond" and not reader.backward
+            else reader.backward or reader.residual
+            for reader in readers.get(value, ())
+        )
+
     for eqn in reversed(raw.eqns):
-        if eqn.id in followers and results.isdisjoint(eqn.outs):
-            read = (reader for out in eqn.outs for reader in readers.get(out, ()))
-            eqn.residual = all(reader.backward or reader.residual for reader in read)
+        if eqn.id in followers:
+            eqn.residual = all(map(only_gradients_read, eqn.outs))
+
+
+def _handed_on(raw: Raw, choice: Eqn, value: int) -> list[int]:
+    """The results of a `cond` that are this value in one of its branches, and all of them for what it picks one by."""
+    which, *cases = map(raw.root, choice.ins)
+    count = len(choice.outs)
+    return [out for at, out in enumerate(choice.outs) if value in (which, *cases[at::count])]
 
 
 def _followers(raw: Raw) -> set[int]:
