@@ -197,7 +197,7 @@ class Graph:
 
 def parameters(graph: Graph) -> str:
     """How many parameters there are: "816 parameters", "816 parameters on each of 4 devices"."""
-    return f"{graph.total_params:,} parameters{on_each_device(graph)}"
+    return plural(graph.total_params, "parameter") + on_each_device(graph)
 
 
 def on_each_device(graph: Graph) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..._core.text import plural, printable
 from .._fold.calls import OPTIMIZERS
 from .._fold.cells import COLLECTIVES
-from .._graph import BACKWARD, FAILS_AT, Edge, Graph, Node, human
+from .._graph import BACKWARD, FAILS_AT, Edge, Graph, Node, human, parameters
 from .._scopes import Scope
 
 FONT = "Helvetica,Arial,sans-serif"
@@ -350,7 +350,7 @@ def tooltip(node: Node) -> str:
 
 def caption(graph: Graph, nodes: list[Node], options: Options) -> str:
     """The title, the totals and the legend, as a table of Graphviz."""
-    counts = f"{plural(graph.total_params, 'parameter')} · {human(graph.total_flops, 'FLOP')}{missing(graph)}"
+    counts = f"{parameters(graph)} · {human(graph.total_flops, 'FLOP')}{missing(graph)}"
     lines = [*title_lines(options.title), (counts, 10, False)]
     if options.heat is not None:
         lines.append((f"{options.heat}: white is none, red the most of all nodes", SMALL, False))
