@@ -1,5 +1,6 @@
 """`max_steps` and `eval_every`: a run that ends or is evaluated within an epoch, and goes on to the same bits."""
 
+import dataclasses
 import functools
 import time
 
@@ -9,7 +10,7 @@ import pytest
 import world
 from world import TEST, apply, numbers, points, run_on, same
 
-from jaxpar import checkpoint, train
+from jaxpar import checkpoint, data, train
 
 TRAIN = points(80)  # ten steps of 8
 start = functools.partial(world.start_classifier, optax.sgd(0.5, momentum=0.9))
@@ -130,3 +131,22 @@ def test_a_run_that_is_complete_says_so(tmp_path, capsys):
     assert "complete at step 20: 0 steps trained; raise max_steps=, or" in capsys.readouterr().out
     run(max_steps=21, checkpoint_dir=tmp_path)
     assert "0 steps trained" not in capsys.readouterr().out
+
+
+def test_a_line_says_where_no_epoch_is_a_pass_over_the_data(tmp_path, capsys):
+    """The step of a state says which batch comes next, also of other data: examples may come twice in an epoch."""
+    line = "the state is at step 3, and a pass over these data has 10 batches: each epoch of this call begins behind 3"
+    batches = [{"image": TRAIN.images[i : i + 8], "label": TRAIN.labels[i : i + 8]} for i in range(0, 80, 8)]
+    options = {"batch_size": 8, "epochs": 1}
+    for others in (TRAIN, batches, data.from_iterable(lambda epoch: iter(batches), steps_per_epoch="all")):
+        has_line = others is TRAIN or others is batches
+        state, _ = run(max_steps=3)
+        assert "a pass over" not in capsys.readouterr().out
+        state, _ = run_on(others, state, **options)
+        assert (line in capsys.readouterr().out) is has_line
+    # A pass begins with a step of 0, as docs/your_model.md says. A run that resumes has its own passes.
+    state, _ = run_on(TRAIN, dataclasses.replace(state, step=0 * state.step), **options)
+    run_on(TRAIN, state, **options)
+    run(max_steps=3, checkpoint_dir=tmp_path)
+    run(max_steps=13, checkpoint_dir=tmp_path)
+    assert "a pass over" not in capsys.readouterr().out

@@ -132,6 +132,8 @@ def train_loop(training: Training, signals: Interrupts, steps_behind: int) -> No
     makes_no_step = clock.is_between_epochs and training.epoch.counted > 0
     if training.resumed and clock.step == clock.last and not makes_no_step:
         _say_nothing_left(training)
+    elif not training.resumed:
+        _say_split_epochs(training)
     try:
         is_over = False
         if callbacks.undo is not None:
@@ -601,3 +603,23 @@ def _say_nothing_left(training: Training) -> None:
         news = f"complete at step {step}: 0 steps trained; raise {limits}, or resume=False for a new run"
     if jax.process_index() == 0:
         say_news(news)
+
+
+def _say_split_epochs(training: Training) -> None:
+    """Say that no epoch of this call is a pass over its data, where the state comes from the middle of a pass.
+
+    The step of the state says which batch comes next. That is right for a run that was stopped and goes on. After other
+    data or another batch size it is a surprise: some examples come twice in an epoch, others not at all.
+    """
+    run, first = training.run, training.clock.first
+    source: Any = run.source
+    # What is read once goes on where it is. Of combined data, and with `steps_per_epoch`, no epoch is a pass anyway.
+    if getattr(source, "is_read_once", False) or getattr(source, "steps_per_epoch", None) is not None:
+        return
+    if run.steps is None or isinstance(source, data.CombinedSource):
+        return
+    if (behind := first % run.steps) and jax.process_index() == 0:
+        say_news(
+            f"the state is at step {first}, and a pass over these data has {run.steps} batches: each epoch of this "
+            f"call begins behind {behind} batches of a pass, and ends in the next one"
+        )
