@@ -623,7 +623,7 @@ def test_a_number_that_counts_steps_is_no_param():
     state, made = train.start(Net(nnx.Rngs(0)), optax.adam(0.1), loss, devices=jax.devices()[:2])
     plot = viz.plot_step(made, state, np.ones((8, 8), np.float32))
     assert plot.step.total_params == sum(layer.params for layer in plot.step.layers) == 8 * 16 + 16
-    assert "random keys" in {layer.op for layer in plot.step.layers}
+    assert {"random keys", "Random"} & {layer.op for layer in plot.step.layers}  # with and without jaxpar-cpu
     assert "jaxpar." not in m.words(plot)
 
 

@@ -43,6 +43,26 @@ def name_parts(net: Net) -> None:
         draft.detail, draft.name, draft.path = "", "", ()
 
 
+def join_scales(net: Net) -> None:
+    """Make the scale of a loss part of the loss, which it is told by the function of a step that multiplies by it."""
+    raw, sources = net.raw, net.sources()
+    drafts = {draft.at: draft for draft in net.layers}
+    into: dict[int, Draft] = {}
+    for draft in net.layers:
+        inner = [stack[-1] for number in draft.eqns if (stack := raw.own_stack(raw.eqns[number]))]
+        is_scale = bool(inner) and all(f.package == "jaxpar" and f.name.endswith(".scaled_loss") for f in inner)
+        losses = [drafts[at] for at in sources.get(draft.at, ()) if at in drafts]
+        if is_scale and draft.forward is None and not draft.op.endswith(BACKWARD) and len(losses) == 1:
+            into[draft.at] = losses[0]
+    gradients = {draft.layer.at: draft for draft in net.layers if draft.forward is not None}
+    for at, loss in list(into.items()):
+        if at in gradients and loss.at in gradients:
+            into[gradients[at].at] = gradients[loss.at]
+    for at, kept in into.items():
+        kept.add([drafts[at]])
+    net.substitute(into)
+
+
 def close_moves(net: Net) -> None:
     """Close what moves params between two passes, as in sharpness-aware minimization, to one box for each time.
 

@@ -30,7 +30,7 @@ from .._program.memory import StepMemory, memory_of
 from .._program.sends import sends_of
 from .._read.costs import Jaxpr
 from .._trace import all_layers, close
-from .closing import close_conditions, close_moves, name_parts, open_remats
+from .closing import close_conditions, close_moves, join_scales, name_parts, open_remats
 from .edges import arguments_of, device_count, edges_of, mesh_of
 from .gathered import read_as_params
 from .graph import StepGraph, StepLayer, StepPart
@@ -316,6 +316,7 @@ def _traced(
         return _traced(step, traced, args, params_argnums, False, rules)
     open_remats(net)
     name_parts(net)
+    join_scales(net)
     close_moves(net)
     close_conditions(net)
     return net, jaxpr
