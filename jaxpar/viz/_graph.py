@@ -69,9 +69,9 @@ class Node:
         outputs: the names of its outputs that are results of the function.
         leaves: "name: dtype[shape]" for each array of an input with several arrays.
         state: elements of its arrays that no optimizer trains, such as running means. A shared array counts once.
-        input_shapes: the shapes of the arrays that it reads of other nodes, without parameters.
         output_bytes: bytes of its first output, in each copy and in each iteration of the loops around it.
         kept_bytes: bytes that it computes and the backward pass reads, before XLA's fusion. 0 without a gradient.
+        input_shapes: the shapes of the arrays that it reads of other nodes, without parameters.
     """
 
     name: str
@@ -90,9 +90,9 @@ class Node:
     outputs: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
     state: int = 0
-    input_shapes: tuple[tuple[int, ...], ...] = ()
     output_bytes: int = 0
     kept_bytes: int = 0
+    input_shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def kind(self) -> str:
