@@ -14,6 +14,9 @@ def count_copies(raw: Raw) -> None:
     Nothing is changed where that cannot be said of all params: where some are read elsewhere, or where devices send
     each other what they have, which are shares of a param then.
     """
+    scopes = {eqn.scope for eqn in raw.eqns}
+    if not any(part.startswith("pmap ") for scope in scopes for part in scope):
+        return
     copies: dict[int, int] = {}  # of each param that is a stack
     elsewhere, moved = set[int](), dict[int, set[int]]()
     for eqn in raw.eqns:

@@ -11,7 +11,6 @@ from .._fold.cells import SENT, Cell, Cells, after_gradients, carries_of, plain_
 from .._graph import BACKWARD, human
 from .._read.raw import Eqn, Raw
 from .._read.source import Frame, describe
-from .._scopes import common_prefix
 from .._searches import order
 from .modules import set_paths, set_scopes
 from .net import Draft, Net, leaf_of
@@ -110,11 +109,12 @@ def _form(raw: Raw, value: int, reader: Eqn) -> int:
     return root
 
 
-def _functions_around(*stacks: tuple[Frame, ...]) -> int:
+def _functions_around(first: tuple[Frame, ...], second: tuple[Frame, ...]) -> int:
     """How many calls of functions are around both of two equations."""
-    same = len(common_prefix([tuple(frame.call for frame in stack) for stack in stacks]))
-    inside = {stack[same].function if len(stack) > same else None for stack in stacks}
-    return same + (len(inside) == 1)
+    for depth, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one.call != other.call:
+            return depth + (one.function == other.function)
+    return min(len(first), len(second)) + (len(first) == len(second))
 
 
 def _written_shapes(raw: Raw) -> dict[int, tuple[int, ...]]:
