@@ -328,6 +328,8 @@ def print_summary(
     true_or_false(memory, "print_summary", "memory")
     if depth is not None:
         checks.whole_number(depth, "print_summary", "depth", least=0)
+    if "open" in kwargs:  # `trace` would take it, and the memory of a closed box is not that of what is in it
+        raise TypeError("print_summary: a table has no open=, which is of plot_network, trace and diff; write depth=")
     patterns = _patterns(frozen)
     graph = trace(fn, *args, params_argnums=params_argnums, max_nodes=None, repeats=repeats, rules=rules, **kwargs)
     _show(graph, file, {"depth": depth, "frozen": frozen_names(graph, patterns), "memory_columns": bool(memory)}, width)

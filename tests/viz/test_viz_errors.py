@@ -87,6 +87,7 @@ REFUSED = {
     "a negative depth": (V, drawn(depth=-1), ["depth", "-1"]),
     "True for a depth": (T, drawn(depth=True), ["depth", "True"]),
     "a depth for open": (T, drawn(open=1), ["open", "viz.Node", "1"]),
+    "open for a table": (T, lambda: m.summary(linear, *ARGS, open=lambda node: True), ["open=", "depth="]),
     "no nodes": (V, drawn(max_nodes=0), ["max_nodes", "0"]),
     "a word for repeats": (T, drawn(repeats="no"), ["repeats", "'no'"]),
     "a number for rules": (T, drawn(rules=3), ["rules", "viz.Call", "viz.Pattern", "viz.Rule", "3"]),

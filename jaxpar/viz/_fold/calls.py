@@ -366,15 +366,15 @@ def fold_helpers(cells: Cells) -> None:
                     cells.fold(steps, _helper_name(stacks, depth, {cell.op for cell in steps}))
 
 
-# What functions of jaxpar's own step do, in words. Others go by their names.
+# What functions of jaxpar's own step do, in words, by their rooms and names. Others go by their names.
 _OWN_PARTS = {
-    "finish_step": "keep or update",
-    "gradient": "unscale",
-    "join": "random keys",
-    "of_shard": "loss of a shard",
-    "recorded": "norms",
-    "rotate_queue": "queue of gradients",
-    "to_rows": "cut in rows",
+    ("_step", "finish_step"): "keep or update",
+    ("_step", "gradient"): "unscale",
+    ("_step", "join"): "random keys",
+    ("_step", "of_shard"): "loss of a shard",
+    ("_step", "recorded"): "norms",
+    ("_store", "rotate_queue"): "queue of gradients",
+    ("_devices", "to_rows"): "cut in rows",
 }
 
 
@@ -396,7 +396,8 @@ def _helper_name(stacks: list[tuple[Frame, ...]], depth: int, kinds: Collection[
     if frame.origin != "library":
         return plain
     if frame.package == "jaxpar":
-        return next(iter(kinds)) if len(kinds) == 1 else _OWN_PARTS.get(plain, plain.replace("_", " "))
+        room = frame.file.partition("/")[0]
+        return next(iter(kinds)) if len(kinds) == 1 else _OWN_PARTS.get((room, plain), plain.replace("_", " "))
     return f"{frame.package}.{'update' if plain == 'update_fn' else plain}"
 
 
