@@ -248,12 +248,12 @@ def _sum_bucket(compressor: ElementCompressor, codes: jax.Array, axis_name: str)
     if way == "dense":  # decoded first: for small values and many devices, whose shares words would pad
         return _sum_dense(compressor.dequantize(codes), axis_name)
     # The words of all devices, (devices, words): of the whole bucket, or of the own share of it.
-    if way == "gather":
-        received = collectives.gather_stack(_to_words(compressor, codes), axis_name)
-    else:
-        chunk = chunk_of(size, per_word, grid, count)
-        rows = jnp.pad(codes, (0, count * chunk - size)).reshape(count, chunk)
-        received = _to_owners(_to_words(compressor, rows), axis_name)
+    with jax.named_scope("pack the codes"):
+        if way == "owners":
+            chunk = chunk_of(size, per_word, grid, count)
+            codes = jnp.pad(codes, (0, count * chunk - size)).reshape(count, chunk)
+        words = _to_words(compressor, codes)
+    received = collectives.gather_stack(words, axis_name) if way == "gather" else _to_owners(words, axis_name)
     # One device after another, so the order of the additions is that of the devices whatever the way was.
     lines = collectives.in_lines(received)
     with jax.named_scope("decode and sum"):

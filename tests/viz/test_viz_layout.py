@@ -259,6 +259,27 @@ def test_a_box_of_two_layers_is_opened_where_there_is_room():
     assert [node.name for node in graph.layers if node.detail.endswith(" layers")] == ["message"]
 
 
+def test_a_closed_box_says_how_it_sends_between_devices():
+    """Where the devices of the gallery's transformer talk was not to be seen: two boxes hid a sum each."""
+    fn, args, options = gallery.make("sharded_shard_map")
+    with jax.numpy_rank_promotion("allow"):
+        plot = viz.plot_network(fn, *args, **options)
+        gradients = viz.trace(jax.grad(fn), *args, max_nodes=14)
+    boxes = {node.name: node.detail for node in plot.network.layers if node.detail.endswith(" layers")}
+    assert list(boxes.values()) == ["4 layers", "psum, 3 layers", "psum, 6 layers"]
+    bordered = re.findall(rf'^\s*"([^"]+)" \[.*color="{style.SENDING}" penwidth="2"', plot.source, re.MULTILINE)
+    assert bordered == list(boxes)[1:]
+    assert gradients.layers[0].detail == "psum, pmean, 19 layers"
+
+
+def test_a_box_is_called_by_a_scan_and_not_by_a_letter():
+    """The selective scan of Mamba reads a param `d`. The box with the scan in it was called so."""
+    fn, args, options = gallery.make("mamba")
+    with jax.numpy_rank_promotion("allow"):
+        graph = viz.plot_network(fn, *args, **options).network
+    assert "SelectiveScan + 2" in [node.op for node in graph.layers]
+
+
 def test_what_rows_are_chosen_by_is_said():
     fn, args, _ = gallery.make("gnn")
     with jax.numpy_rank_promotion("allow"):

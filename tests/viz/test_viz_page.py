@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import viz_models as m
+from jax.sharding import PartitionSpec as P
 
 from jaxpar import viz
 from jaxpar.viz import _trace
@@ -425,3 +426,32 @@ def test_a_crowded_block_has_one_line_between_two_items():
     between = [(line.tail, line.head) for line in whole.lines if found.is_block(line.tail)]
     assert len(between) == len(set(between)) == 66
     assert sum(len(line.keys) for line in whole.lines) > CROWDED
+
+
+def test_a_closed_block_says_how_it_sends_between_devices():
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+
+    def both(params, x):
+        with jax.named_scope("near"):
+            x = jnp.tanh(jnp.tanh(x @ params[0]))
+        with jax.named_scope("far"):
+            return jnp.tanh(jax.lax.psum(x @ params[1], "data"))
+
+    mapped = jax.shard_map(both, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    page = viz.plot_network(mapped, [m.Spec((4, 4), m.f32)] * 2, m.Spec((2, 4), m.f32)).html()
+    blocks = {texts[0][0]: (texts[1][0], sends) for *_, texts, _, _, _, _, _, _, _, sends in data(page)["blocks"][1:]}
+    assert blocks["near"] == ("3 layers · 16 params", 0)
+    assert blocks["far"] == ("psum, 3 layers · 16 params", 1)
+
+
+def test_a_hint_names_the_params_of_one_copy():
+    def chain(params, x):
+        for number in range(12):
+            x = jnp.tanh(x @ params[f"block{number}"]["w"] + params[f"block{number}"]["b"][None])
+        return x
+
+    params = {f"block{number}": {"w": m.Spec((4, 4), m.f32), "b": m.Spec((4,), m.f32)} for number in range(12)}
+    hints = [node[7] for node in data(viz.plot_network(chain, params, m.Spec((2, 4), m.f32)).html())["nodes"]]
+    (dense,) = (hint.splitlines() for hint in hints if "FullyConnected" in hint)
+    assert "weights params['block0']['w'], params['block0']['b'], ..." in dense
+    assert "drawn once for 12 copies" in dense

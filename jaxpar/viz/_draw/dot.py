@@ -154,6 +154,8 @@ def _node(node: Node, look: Look) -> str:
         attrs |= {"style": "filled,rounded,dashed"}
     if node.outputs and not node.is_backward:
         attrs |= {"penwidth": 2}
+    if style.holds_collectives(node):
+        attrs |= {"color": style.SENDING, "penwidth": 2}
     attrs |= dict(look.options.node_attrs or {})  # the user's own override all others
     return f"{quote(node.name)} {attributes(**attrs)}"
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..._core.text import plural, printable
 from .._fold.calls import OPTIMIZERS
-from .._fold.cells import COLLECTIVES
+from .._fold.cells import SENT
 from .._graph import BACKWARD, FAILS_AT, Edge, Graph, Node, human, parameters
 from .._scopes import Scope
 
@@ -37,11 +37,12 @@ _KINDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "recurrent": ("#cab2d6", "recurrent, scan", ("LSTM", "GRU", "AssociativeScan", "SelectiveScan")),
     "loss": ("#f4a6c6", "loss", ("Loss",)),
     "optimizer": ("#bc80bd", "optimizer", tuple(OPTIMIZERS)),
-    "collective": ("#c51b7d", "sent between devices", tuple(COLLECTIVES - {"axis_index"})),
+    "collective": ("#c51b7d", "sent between devices", tuple(SENT)),
     "failed": ("#b30000", "a line that raises", ()),
     "block": ("#d9d9d9", "collapsed", ()),
     "other": ("#fccde5", "other", ()),
 }
+SENDING = _KINDS["collective"][0]  # the colour of what sends between devices
 _KIND_OF = {op: kind for kind, (_, _, ops) in _KINDS.items() for op in ops}
 
 
@@ -98,6 +99,11 @@ def is_update(node: Node) -> bool:
     return node.kind in OPTIMIZERS or (node.op != "input" and node.detail.endswith((" arrays", " array")))
 
 
+def holds_collectives(node: Node) -> bool:
+    """Whether a closed box sends between devices. Its detail names how: "psum, 3 layers"."""
+    return _kind(node) == "block" and not SENT.isdisjoint(node.detail.split(", "))
+
+
 def fill(node: Node) -> str:
     """The colour of a node."""
     return _KINDS[_kind(node)][0]
@@ -105,7 +111,7 @@ def fill(node: Node) -> str:
 
 def legend(nodes: list[Node]) -> list[tuple[str, str]]:
     """The colour and the name of each kind that is drawn."""
-    drawn = {_kind(node) for node in nodes}
+    drawn = {_kind(node) for node in nodes} | {"collective" for node in nodes if holds_collectives(node)}
     return [(colour, shown) for name, (colour, shown, _) in _KINDS.items() if name in drawn]
 
 
@@ -330,7 +336,7 @@ def scope_label(name: str) -> str:
 
 def tooltip(node: Node) -> str:
     """Everything that is known of a node, a fact on each line."""
-    lines = [f"{node.name}: {node.op}" + (f" {node.detail}" if node.detail else "")]
+    lines, weights = [f"{node.name}: {node.op}" + (f" {node.detail}" if node.detail else "")], weights_of_a_copy(node)
     if node.leaves:
         lines += [*node.leaves[:_MOST_LEAVES], *(["..."] if len(node.leaves) > _MOST_LEAVES else [])]
     else:
@@ -338,7 +344,7 @@ def tooltip(node: Node) -> str:
     if node.params:
         lines.append(plural(node.params, "parameter"))
     if node.weights:
-        lines.append("weights " + ", ".join(node.weights[:4]) + (", ..." if len(node.weights) > 4 else ""))
+        lines.append("weights " + ", ".join([*weights[:4], *(["..."] if len(node.weights) > len(weights[:4]) else [])]))
     if not is_argument(node):
         lines.append(f"{human(node.flops, 'FLOP')}, {human(node.bytes, 'B')}, {node.equations} equations")
     lines += [f"drawn once for {node.repeat} copies"] if node.repeat > 1 else []
@@ -346,6 +352,12 @@ def tooltip(node: Node) -> str:
     lines += [node.source] if node.source else []
     lines += ["returned as " + ", ".join(node.outputs[:4])] if node.outputs else []
     return "\n".join(lines)
+
+
+def weights_of_a_copy(node: Node) -> tuple[str, ...]:
+    """The parameters of a layer, those of the first copy where it is drawn once for several."""
+    each, remainder = divmod(len(node.weights), node.repeat)
+    return node.weights if remainder else node.weights[:each]
 
 
 def caption(graph: Graph, nodes: list[Node], options: Options) -> str:

@@ -135,8 +135,9 @@ def _draft(cells: Cells, cell: Cell, at: int) -> Draft:
     eqns = cells.eqns(cell)
     real = [eqn for eqn in eqns if not eqn.view] or eqns
     sent = [eqn for eqn in real if plain_name(eqn.prim) in SENT]
-    sends = bool(sent) and cell.op.removesuffix(BACKWARD) in SENT
-    output, read = cells.output(cell), _bytes_read(cells.raw, sent if sends else eqns, converted=sends)
+    kind = cell.op.removesuffix(BACKWARD)
+    sends = [kind] if sent and kind in SENT else []
+    output, read = cells.output(cell), _bytes_read(cells.raw, sent if sends else eqns, converted=bool(sends))
     detail = cell.detail
     if index := _index(cells, cell):
         detail = f"{detail}, by {index}" if detail else f"by {index}"
@@ -154,6 +155,7 @@ def _draft(cells: Cells, cell: Cell, at: int) -> Draft:
         equations=len(eqns),
         eqns=[eqn.id for eqn in eqns],
         weights=cells.weights(cell),
+        sends=sends,
         name=cell.op if cell.op in OPTIMIZERS else "",  # not that of a parameter
     )
 

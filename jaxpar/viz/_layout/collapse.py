@@ -19,7 +19,7 @@ from typing import TypeAlias
 from .._graph import BACKWARD, Node
 from .._scopes import Path, Scope, paths_of, unique
 from .._searches import circles
-from .names import name_kinds, shared_name
+from .names import GENERIC, name_kinds, shared_name
 from .net import Draft, Net, shared_scope, to_graph
 
 _Closing = tuple[tuple[Path, bool], list[Draft]]  # the scope that closes, whether these are gradients, and drafts of it
@@ -133,9 +133,10 @@ def _sum(group: list[Draft], op: str, scope: Path, readers: dict[int, set[int]])
     returned = (draft for draft in reversed(group) if draft.outputs)
     last = next(itertools.chain(read, returned), group[-1])
     layers = sum(draft.layers for draft in group)
-    made = Draft(group[0].at, op, f"{layers} layers", last.value, scope, group[0].source, name=op, layers=layers)
+    made = Draft(group[0].at, op, "", last.value, scope, group[0].source, name=op, layers=layers)
     made.equations, made.forward = sum(draft.equations for draft in group), group[0].forward
     made.add(group)
+    made.detail = ", ".join([*made.sends, f"{layers} layers"])
     return made
 
 
@@ -440,11 +441,12 @@ def name_part(items: Sequence[Item]) -> Scope:
     A layer and steps without names are called as the layer. Where such a part is open, that is seen. Steps beside a
     loop or a repeat do not run as often as it, and so they are counted: "layers ×3 + 1".
     """
-    named = [item for item in items if item.name]
+    named = [item for item in items if item.name and (item.scope is not None or item.name not in GENERIC)]
     if len(named) == 1 < len(items):
         name, scope = named[0].name, named[0].scope
         if scope is None:
-            return Scope(name, "part")
+            larger = (item for item in items if item.kind in _NO_STEPS and item.flops > named[0].flops)
+            return Scope(next((item.kind for item in larger), name), "part")
         if scope[-1].is_region or scope[-1].times is not None:
             return Scope(f"{name} + {len(items) - 1}", "part")
     if name := shared_name([item.name for item in named]):

@@ -42,6 +42,7 @@ class Draft:
     tied: bool = False  # whether all its parameters are another layer's
     borrowed: set[int] = field(default_factory=set[int])  # those of its parameters that are another layer's
     alone: bool = False  # whether it is in no part, as what is behind the gradients of a step
+    sends: list[str] = field(default_factory=list)  # the collective that it is, or those that it stands for
     kept: int = 0  # the bytes that it computes and a gradient reads
     # the modules around it and its own name, from the outside in. Empty where nothing names it.
     path: tuple[str, ...] = ()
@@ -60,6 +61,7 @@ class Draft:
         self.weights = list(dict.fromkeys(weight for draft in same for weight in draft.weights))
         self.outputs = [output for draft in same for output in draft.outputs]
         self.eqns = [eqn for draft in same for eqn in draft.eqns]
+        self.sends = list(dict.fromkeys(sent for draft in same for sent in draft.sends))
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ..._core.text import plural
 from .._draw.look import Look, arrow_label, clusters, drawn, layer_of, named_edges, without_residuals
 from .._draw.style import SIZE, SMALL, Line as Text, Options, box_size, cost, is_argument, scope_label
+from .._fold.cells import SENT
 from .._graph import BACKWARD, Edge, Graph, Node, human
 from .._scopes import common_prefix, paths_of
 from .._searches import order
@@ -130,6 +131,10 @@ class Tree:
             return [item]
         return [node for inner in self.block(item).items for node in self.nodes_in(inner)]
 
+    def sent_in(self, item: int) -> list[str]:
+        """The collectives of a block."""
+        return list(dict.fromkeys(kind for node in self.nodes_in(item) if (kind := self.nodes[node].kind) in SENT))
+
 
 def tree(graph: Graph, options: Options) -> Tree:
     """The blocks of a graph and their words, without their lines."""
@@ -161,7 +166,7 @@ def _words(tree: Tree, item: int) -> list[Text]:
         return tree.look.words(tree.nodes[item])
     inside = [tree.nodes[node] for node in tree.nodes_in(item)]
     layers = sum(not is_argument(node) for node in inside)
-    facts = [plural(layers, "layer")]
+    facts = [", ".join([*tree.sent_in(item), plural(layers, "layer")])]
     facts += [f"{params:,} params"] if (params := sum(n.params for n in inside if n.op != "weight")) else []
     lines = [(scope_label(tree.block(item).label), SIZE, True), (" · ".join(facts), SMALL, False)]
     if (heat := tree.look.options.heat) is not None:

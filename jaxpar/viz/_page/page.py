@@ -106,6 +106,7 @@ def _variables(name: str) -> str:
     names = ("background", "text", "line", "faint", "cluster", "region", "carry")
     values = {key: getattr(THEMES[name], key) for key in names}
     values["block"] = "#3a3f46" if name == "dark" else "#e4e8ec"
+    values["sends"] = style.SENDING
     return "{" + "".join(f"--{key}:{value};" for key, value in values.items()) + "}"
 
 
@@ -137,7 +138,7 @@ def _node(tree: Tree, item: int) -> list[Any]:
     node, colour = tree.nodes[item], tree.look.fill(tree.nodes[item])
     kind = "backward" if node.is_backward else "returned" if node.outputs else ""
     # The script reads in the tooltip what is there: name, kind, the first four weights, the source and its line.
-    tip, more = tree.look.tooltip(node), " ".join(node.weights[4:8])
+    tip, more = tree.look.tooltip(node), " ".join(style.weights_of_a_copy(node)[4:8])
     source = tip.split("\n").index(node.source) if node.source else -1
     look = [*tree.size(item), kind, int(tree.is_oval(item)), colour, style.ink(colour)]
     return [*look, _texts(tree, item), tip, more, source]
@@ -160,7 +161,8 @@ def _block(tree: Tree, item: int, layout: int) -> list[Any]:
         for line in block.lines
         for kind in ["" if line.kind == "forward" else line.kind]
     ]
-    return [*box, layout, block.items, [int(port.is_first) for port in block.ports], lines]
+    firsts, sends = [int(port.is_first) for port in block.ports], int(bool(tree.sent_in(item)))
+    return [*box, layout, block.items, firsts, lines, sends]
 
 
 def _texts(tree: Tree, item: int) -> list[list[Any]]:

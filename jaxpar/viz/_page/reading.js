@@ -9,10 +9,10 @@ function read(data) {
     const lines = tip.split("\n"), source = lines[line] ?? "", weights = tip.match(/^weights (.*)$/m)?.[1] ?? "";
     return { kind, oval, fill, ink, texts, tip, find: [lines[0], source, weights, more].join(" "), source };
   });
-  net.blocks = data.blocks.map(([w, h, titleWidth, label, texts, tip, fill, ink, layout, items, firsts, lines], at) => {
+  net.blocks = data.blocks.map(([w, h, titleWidth, label, texts, tip, fill, ink, layout, items, firsts, lines, sends], at) => {
     net.sizes[root + at] = [w, h];
     for (const item of items) net.parent.set(item, root + at);
-    const kind = label.endsWith(" (backward)") ? "block backward" : "block";
+    const kind = ["block", label.endsWith(" (backward)") && "backward", sends && "sends"].filter(Boolean).join(" ");
     const found = { kind, titleWidth, label, texts, tip, fill, ink, layout, items, firsts, find: label };
     found.lines = lines.map(([tail, head, tailPort, headPort, kind, text, keys]) => (
       { tail, head, tailPort, headPort, kind: kind || "forward", label: text, keys }));
