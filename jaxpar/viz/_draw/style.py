@@ -101,7 +101,7 @@ def is_update(node: Node) -> bool:
 
 def holds_collectives(node: Node) -> bool:
     """Whether a closed box sends between devices. Its detail names how: "psum, 3 layers"."""
-    return _kind(node) == "block" and not SENT.isdisjoint(node.detail.split(", "))
+    return node.detail.endswith(" layers") and not SENT.isdisjoint(node.detail.split(", "))
 
 
 def fill(node: Node) -> str:

@@ -19,7 +19,7 @@ from typing import TypeAlias
 from .._graph import BACKWARD, Node
 from .._scopes import Path, Scope, paths_of, unique
 from .._searches import circles
-from .names import GENERIC, name_kinds, shared_name
+from .names import name_kinds, shared_name
 from .net import Draft, Net, shared_scope, to_graph
 
 _Closing = tuple[tuple[Path, bool], list[Draft]]  # the scope that closes, whether these are gradients, and drafts of it
@@ -441,12 +441,14 @@ def name_part(items: Sequence[Item]) -> Scope:
     A layer and steps without names are called as the layer. Where such a part is open, that is seen. Steps beside a
     loop or a repeat do not run as often as it, and so they are counted: "layers ×3 + 1".
     """
-    named = [item for item in items if item.name and (item.scope is not None or item.name not in GENERIC)]
+    named = [item for item in items if item.name]
     if len(named) == 1 < len(items):
         name, scope = named[0].name, named[0].scope
         if scope is None:
-            larger = (item for item in items if item.kind in _NO_STEPS and item.flops > named[0].flops)
-            return Scope(next((item.kind for item in larger), name), "part")
+            # An attention or a scan says more than a smaller layer beside it, or than the letter of its own param.
+            least = named[0].flops + (len(name) > 1)
+            main = next((item.kind for item in items if item.kind in _NO_STEPS and item.flops >= least), name)
+            return Scope(main, "part")
         if scope[-1].is_region or scope[-1].times is not None:
             return Scope(f"{name} + {len(items) - 1}", "part")
     if name := shared_name([item.name for item in named]):

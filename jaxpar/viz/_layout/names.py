@@ -15,7 +15,7 @@ _LONGEST = 3  # kinds that are all named
 _LONG = 24  # letters in the name of a layer that has the parameters of several modules
 GENERIC = frozenset(
     "w W weight weights kernel b B bias scale offset embedding embeddings table gamma beta g mean var average "
-    "moving_mean moving_variance hidden counter d D".split()
+    "moving_mean moving_variance hidden counter".split()
 ) | {RANDOM}
 
 

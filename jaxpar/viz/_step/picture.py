@@ -14,7 +14,7 @@ from ..._core.text import plural
 from .._draw import style
 from .._draw.extent import HIGHEST
 from .._draw.picture import Plot
-from .._draw.style import SMALL, Options, attributes, cut, ink, own_name, scope_label
+from .._draw.style import SENDING, SMALL, Options, attributes, cut, ink, own_name, scope_label
 from .._fold.cells import SENT
 from .._graph import BACKWARD, Graph, Node, human, parameters
 from .._scopes import Path, paths_of
@@ -25,7 +25,6 @@ from .phases import changes_params
 from .words import cost, edge_text, layer_lines, tooltip, weights_text
 
 _GAP, _LANE = 26.0, 12.0  # points
-_SENT = "#c51b7d"
 _FITS, _TOO_MUCH = "#d6e4f2", "#d7301f"
 _AGAIN = "#1f6feb"
 _TALLEST = 150.0  # points, of the box with the most live bytes
@@ -414,7 +413,7 @@ class _Drawing:
         return node(name, (self.x[column], y), (self.width[column], self._height(lines, part)), **look)
 
     def _badge(self, name: str, lines: Sequence[Line], at: Point) -> str:
-        look = {"style": "filled", "fillcolor": _SENT, "color": _SENT, "tooltip": "sent between devices"}
+        look = {"style": "filled", "fillcolor": SENDING, "color": SENDING, "tooltip": "sent between devices"}
         return node(name, at, size(lines), label=label(lines, "#ffffff"), **look)
 
     def _words(self, name: str, lines: list[Line], x: float, y: float, way: int) -> Iterator[str]:
@@ -424,7 +423,7 @@ class _Drawing:
             at = x + width / 2 + 5, y + way * (LINE * (number + 0.5) + 6)
             sent = text[1] == "sent"
             look = {"style": "filled" if sent else "", "shape": "box" if sent else "plaintext", "tooltip": text[0]}
-            look |= {"fillcolor": _SENT, "color": _SENT} if sent else {}
+            look |= {"fillcolor": SENDING, "color": SENDING} if sent else {}
             colour = "#ffffff" if sent else self.theme.line
             yield node(f"{name} {number}", at, (width, LINE - 1), label=label([text], colour), **look)
 
@@ -436,8 +435,8 @@ class _Drawing:
         cell = f"{name}: parameters" if row.band else "parameters"
         start, end = (self._left("band"), row.y), (self._right("forward"), row.y)
         if row.gather:
-            yield line(cell, gather, [start, (self.x["gather"] + half, row.y)], color=_SENT)
-            yield line(gather, name, [(self.x["gather"] - half, row.y), end], color=_SENT)
+            yield line(cell, gather, [start, (self.x["gather"] + half, row.y)], color=SENDING)
+            yield line(gather, name, [(self.x["gather"] - half, row.y), end], color=SENDING)
         else:
             yield line(cell, name, [start, end], color=_BAND_LINE)
 
@@ -482,7 +481,7 @@ class _Drawing:
         """The wall, the optimizers, the gradients that reach them, and the way back to the parameters."""
         if self.wall is not None:
             (low, high), x = self.wall, self.x["gradients"]
-            look = {"style": "filled", "fillcolor": _SENT, "color": _SENT, "tooltip": "sent between devices"}
+            look = {"style": "filled", "fillcolor": SENDING, "color": SENDING, "tooltip": "sent between devices"}
             yield node("sums", (x, (low + high) / 2), (self.width["gradients"], high - low), label="", **look)
             words = [(lines, y) for lines, _, y in self.shared]
             words += [(row.gradients, row.y) for row in self.rows.values() if row.gradients]
@@ -515,7 +514,7 @@ class _Drawing:
             ends = (self._right("backward"), row.y), (self._left("gradients"), row.y)
             look = {"style": "dashed", "tooltip": "in a sum that the program names no layer for"}
             look = look if name in self.perhaps else {}
-            yield line(name + BACKWARD, "sums", ends, color=_SENT, penwidth=1.5, **look)
+            yield line(name + BACKWARD, "sums", ends, color=SENDING, penwidth=1.5, **look)
         for source, target in ways:
             if source not in self.sent:
                 start = self._right("backward"), self.rows[source].y
@@ -527,7 +526,7 @@ class _Drawing:
             assert self.wall is not None
             y = self.optimizers[target][1]
             start = self._right("gradients"), min(max(y, self.wall[0] + 8), self.wall[1] - 8)
-            end, look = (self._left("optimizer"), y), {"color": _SENT, "penwidth": 1.5}
+            end, look = (self._left("optimizer"), y), {"color": SENDING, "penwidth": 1.5}
             if target not in targets and any(self._is_sent(one) for one in self.boxes[target]):
                 yield line(target, "sums", (end, start), tooltip="prepares what is sent", **look)
             else:
