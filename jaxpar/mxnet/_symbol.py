@@ -312,7 +312,8 @@ class Model:
             structs = tuple(None if a is None else (a.shape, a.dtype) for a in arrays)
             case = node.op, tuple(sorted(attrs.items())), variables, structs
             if case not in same:
-                zeros = [None if a is None else jnp.zeros(a.shape, a.dtype) for a in arrays]
+                with _naming(node, arrays):  # a size of a weight may be below 0
+                    zeros = [None if a is None else jnp.zeros(a.shape, a.dtype) for a in arrays]
                 outputs, _ = self._run(number, zeros, train=False, key=key)
                 same[case] = tuple(jax.ShapeDtypeStruct(out.shape, out.dtype) for out in outputs)
             values.append(same[case])

@@ -1,6 +1,7 @@
 """Models from symbol files: what they hold, as pure functions, on several devices; and files that are no such."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,21 @@ def test_apply_is_pure(model):
     assert all(np.isfinite(g).all() for g in whole.values())
     by_row = jax.jit(jax.vmap(lambda x: model.apply(model.params, x[None])[0]))(IMAGES)
     np.testing.assert_allclose(by_row, out, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("op", "weights", "attrs", "shape"),
+    [
+        ("FullyConnected", ("w", "b"), {"num_hidden": -1}, "(-1, 648)"),
+        ("Convolution", ("w", "b"), {"kernel": "(3, 3)", "num_filter": -2}, "(-2, 8, 3, 3)"),
+        ("Embedding", ("w",), {"input_dim": -5, "output_dim": 3}, "(-5, 3)"),
+    ],
+)
+def test_a_size_below_zero_names_the_layer(op, weights, attrs, shape, tmp_path):
+    nodes = [node("null", name) for name in ("data", *weights)]
+    model = mxnet.load_symbol(symbol_of(tmp_path, *nodes, node(op, "layer", *range(len(nodes)), **attrs)))
+    with pytest.raises(ValueError, match=re.escape(f"{op} 'layer'") + ".*" + re.escape(shape)):
+        model.shapes(data=(4, 8, 9, 9))
 
 
 def test_shapes_without_params(tmp_path):
