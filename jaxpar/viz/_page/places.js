@@ -34,8 +34,10 @@ function points(numbers, turned) {
   return found;
 }
 
-function oriented(layout, sideways, flipped) {
-  const turned = (x, y) => (!flipped ? [x, y] : sideways ? [layout.w - x, y] : [x, layout.h - y]);
+// Turned over along the flow where it is `flipped`, and across it where it is `mirrored`.
+function oriented(layout, sideways, flipped, mirrored) {
+  const [overX, overY] = sideways ? [flipped, mirrored] : [mirrored, flipped];
+  const turned = (x, y) => [overX ? layout.w - x : x, overY ? layout.h - y : y];
   return {
     w: layout.w,
     h: layout.h,
@@ -47,11 +49,13 @@ function oriented(layout, sideways, flipped) {
 }
 
 // Where everything in a block is when the blocks in `open` are, from its own left and top.
-function place(net, item, open, flipped) {
+function place(net, item, open, flipped, mirrored = false) {
   const block = net.blocks[item - net.root];
-  const layout = oriented(net.layouts[block.layout], net.sideways, flipped);
+  const layout = oriented(net.layouts[block.layout], net.sideways, flipped, mirrored);
   const inner = new Map();
-  for (const child of block.items) if (open.has(child)) inner.set(child, place(net, child, open, flipped));
+  for (const child of block.items) {
+    if (open.has(child)) inner.set(child, place(net, child, open, flipped, crosses(net, block, layout, child)));
+  }
   const [mapX, mapY] = maps(net, block, layout, inner);
   const content = { w: mapX(layout.w), h: mapY(layout.h) };
   const isRoot = item === net.root;
@@ -64,6 +68,28 @@ function place(net, item, open, flipped) {
   found.lines = block.lines.map((line, at) => bent(net, found, line, layout, at, map));
   found.axis = axis(net, found);
   return found;
+}
+
+// Whether most lines would cross that lead from one side into a block, as each layout is made without the others.
+// Never for a block with a backward pass, which is to the right of the forward pass.
+function crosses(net, block, layout, child) {
+  const { layout: inside, firsts, lines } = net.blocks[child - net.root], across = net.sideways ? 1 : 0, ends = [];
+  if (lines.some((line) => line.kind === "pair" || line.kind === "back")) return false;
+  const within = oriented(net.layouts[inside], net.sideways).ports;
+  for (const { tail, head, tailPort, headPort } of block.lines) {
+    for (const [item, port, other, otherPort] of [[tail, tailPort, head, headPort], [head, headPort, tail, tailPort]]) {
+      if (item !== child || port < 0) continue;
+      const from = other < 0 ? layout.ports[otherPort] : layout.items[block.items.indexOf(other)];
+      ends.push([firsts[port], from[across], within[port][across]]);
+    }
+  }
+  let order = 0;
+  for (const [side, from, to] of ends) {
+    for (const [otherSide, otherFrom, otherTo] of ends) {
+      if (side === otherSide) order += Math.sign((from - otherFrom) * (to - otherTo));
+    }
+  }
+  return order < 0;
 }
 
 function maps(net, block, layout, inner) {
