@@ -72,6 +72,8 @@ class Node:
         output_bytes: bytes of its first output, in each copy and in each iteration of the loops around it.
         kept_bytes: bytes that it computes and the backward pass reads, before XLA's fusion. 0 without a gradient.
         input_shapes: the shapes of the arrays that it reads of other nodes, without parameters.
+        sends: the collective that it is, or those inside of it ("psum"). Empty where nothing is sent.
+        copy_weights: how many of `weights` one copy uses. They are the first ones.
     """
 
     name: str
@@ -93,6 +95,8 @@ class Node:
     output_bytes: int = 0
     kept_bytes: int = 0
     input_shapes: tuple[tuple[int, ...], ...] = ()
+    sends: tuple[str, ...] = ()
+    copy_weights: int = 0
 
     @property
     def kind(self) -> str:

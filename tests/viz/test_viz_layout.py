@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import viz_models as m
+from jax.sharding import PartitionSpec as P
 from test_viz_trace import check
 from viz_models import f32
 
@@ -18,10 +19,12 @@ from jaxpar.mxnet._losses import softmax_output
 from jaxpar.viz._draw import style
 from jaxpar.viz._draw.extent import extent
 from jaxpar.viz._draw.style import Options, join_sign
+from jaxpar.viz._fold.cells import SENT
 from jaxpar.viz._function import read
 from jaxpar.viz._graph import BACKWARD, Node
 from jaxpar.viz._layout.collapse import FEW_BOXES, close_until, collapse_scopes
 from jaxpar.viz._layout.net import Draft, Net
+from jaxpar.viz._page.blocks import tree
 from jaxpar.viz._read.raw import Raw
 from jaxpar.viz._trace import all_layers, close, whole_of
 
@@ -270,6 +273,28 @@ def test_a_closed_box_says_how_it_sends_between_devices():
     bordered = re.findall(rf'^\s*"([^"]+)" \[.*color="{style.SENDING}" penwidth="2"', plot.source, re.MULTILINE)
     assert bordered == list(boxes)[1:]
     assert gradients.layers[0].detail == "psum, pmean, 19 layers"
+
+
+def test_a_gradient_says_what_it_sends_itself():
+    """That of a mean over devices sends nothing, and that of an all_gather sends by a psum_scatter."""
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+
+    def local(params, x):
+        whole = jax.lax.all_gather(params["w"], "data", tiled=True)
+        with jax.named_scope("far"):
+            return jax.lax.pmean(jnp.sum(jnp.tanh(x @ whole)), "data")
+
+    specs = {"in_specs": ({"w": P("data")}, P("data")), "out_specs": P()}
+    grad = jax.grad(jax.shard_map(local, mesh=mesh, **specs))
+    args = {"w": m.Spec((4, 4), f32)}, m.Spec((2, 4), f32)
+    sends = {node.name: node.sends for node in viz.trace(grad, *args).layers if node.kind in SENT}
+    assert sends["all_gather0"] == ("all_gather",)
+    assert sends["pmean0"] == ("pmean",)
+    assert sends["pmean0 (backward)"] == ()
+    assert ("reduce_scatter",) in sends.values()
+    blocks = tree(viz.trace(grad, *args), Options())
+    far = [block for block in range(blocks.root, blocks.root + len(blocks.blocks)) if blocks.name(block) == "far"]
+    assert [blocks.sent_in(block) for block in far] == [["pmean"], []]
 
 
 def test_a_box_is_called_by_a_scan_and_not_by_a_letter():

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar import viz
 from jaxpar.viz import _trace
 from jaxpar.viz._draw.render import NEXT, render
-from jaxpar.viz._draw.style import Options, cut
+from jaxpar.viz._draw.style import Options, cut, tooltip
 from jaxpar.viz._page import blocks as blocks_of_page
 from jaxpar.viz._page.blocks import CROWDED, draw_lines, tree
 from jaxpar.viz._page.layout import layouts
@@ -455,3 +455,14 @@ def test_a_hint_names_the_params_of_one_copy():
     (dense,) = (hint.splitlines() for hint in hints if "FullyConnected" in hint)
     assert "weights params['block0']['w'], params['block0']['b'], ..." in dense
     assert "drawn once for 12 copies" in dense
+
+    def shared(params, x):  # as many params as copies, and each copy uses all of them
+        for number in range(4):
+            scale = jax.lax.rsqrt(params["var"] + 1e-5) * params["gamma"]
+            x = jnp.tanh((x - params["mean"][None]) * scale[None] + params["beta"][None]) * params["sizes"][number]
+        return x
+
+    params = {name: m.Spec((4,), m.f32) for name in ("var", "gamma", "mean", "beta", "sizes")}
+    (norm,) = (node for node in viz.trace(shared, params, m.Spec((2, 4), m.f32)).layers if node.op == "BatchNorm")
+    assert (norm.repeat, len(norm.weights)) == (4, 4)
+    assert f"weights {', '.join(norm.weights)}" in tooltip(norm).splitlines()

@@ -100,8 +100,8 @@ def is_update(node: Node) -> bool:
 
 
 def holds_collectives(node: Node) -> bool:
-    """Whether a closed box sends between devices. Its detail names how: "psum, 3 layers"."""
-    return node.detail.endswith(" layers") and not SENT.isdisjoint(node.detail.split(", "))
+    """Whether something inside of a closed box sends between devices."""
+    return bool(node.sends) and _kind(node) != "collective"
 
 
 def fill(node: Node) -> str:
@@ -180,7 +180,7 @@ def attributes(**values: object) -> str:
     return "[" + " ".join(f"{key}={value}" for key, value in shown.items()) + "]"
 
 
-_MOST_LEAVES = 12  # in a tooltip
+_MOST_LEAVES, _MOST_WEIGHTS = 12, 4  # in a tooltip
 _LINE = 24  # letters, for a kind and its details on one line
 _LONGEST = 24  # times the size of the letters: 36 letters or so
 Line = tuple[str, float, bool]  # text, size, bold
@@ -336,7 +336,7 @@ def scope_label(name: str) -> str:
 
 def tooltip(node: Node) -> str:
     """Everything that is known of a node, a fact on each line."""
-    lines, weights = [f"{node.name}: {node.op}" + (f" {node.detail}" if node.detail else "")], weights_of_a_copy(node)
+    lines = [f"{node.name}: {node.op}" + (f" {node.detail}" if node.detail else "")]
     if node.leaves:
         lines += [*node.leaves[:_MOST_LEAVES], *(["..."] if len(node.leaves) > _MOST_LEAVES else [])]
     else:
@@ -344,7 +344,8 @@ def tooltip(node: Node) -> str:
     if node.params:
         lines.append(plural(node.params, "parameter"))
     if node.weights:
-        lines.append("weights " + ", ".join([*weights[:4], *(["..."] if len(node.weights) > len(weights[:4]) else [])]))
+        shown = node.weights[: min(_MOST_WEIGHTS, node.copy_weights)]  # of one copy: the others' differ in a number
+        lines.append("weights " + ", ".join(shown) + (", ..." if len(shown) < len(node.weights) else ""))
     if not is_argument(node):
         lines.append(f"{human(node.flops, 'FLOP')}, {human(node.bytes, 'B')}, {node.equations} equations")
     lines += [f"drawn once for {node.repeat} copies"] if node.repeat > 1 else []
@@ -352,12 +353,6 @@ def tooltip(node: Node) -> str:
     lines += [node.source] if node.source else []
     lines += ["returned as " + ", ".join(node.outputs[:4])] if node.outputs else []
     return "\n".join(lines)
-
-
-def weights_of_a_copy(node: Node) -> tuple[str, ...]:
-    """The parameters of a layer, those of the first copy where it is drawn once for several."""
-    each, remainder = divmod(len(node.weights), node.repeat)
-    return node.weights if remainder else node.weights[:each]
 
 
 def caption(graph: Graph, nodes: list[Node], options: Options) -> str:

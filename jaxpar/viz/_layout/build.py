@@ -135,8 +135,9 @@ def _draft(cells: Cells, cell: Cell, at: int) -> Draft:
     eqns = cells.eqns(cell)
     real = [eqn for eqn in eqns if not eqn.view] or eqns
     sent = [eqn for eqn in real if plain_name(eqn.prim) in SENT]
-    kind = cell.op.removesuffix(BACKWARD)
-    sends = [kind] if sent and kind in SENT else []
+    kind, sends = cell.op.removesuffix(BACKWARD), list[str]()
+    if sent and kind in SENT:  # the gradient of an all_gather sends by another one
+        sends = [kind] if kind == cell.op else list(dict.fromkeys(plain_name(eqn.prim) for eqn in sent))
     output, read = cells.output(cell), _bytes_read(cells.raw, sent if sends else eqns, converted=bool(sends))
     detail = cell.detail
     if index := _index(cells, cell):

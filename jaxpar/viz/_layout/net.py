@@ -214,6 +214,8 @@ def to_graph(net: Net) -> Graph:
             input_shapes=tuple(shape_of(net, value) for value in dict.fromkeys(read.get(draft.at, ()))),
             output_bytes=output_bytes(net, draft),
             kept_bytes=draft.kept,
+            sends=tuple(draft.sends),
+            copy_weights=len(draft.weights) if draft.own is None else draft.own,
         )
         nodes.append(node)
         for weight in draft.weights:

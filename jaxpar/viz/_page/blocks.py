@@ -13,7 +13,6 @@ from typing import Any, Literal
 from ..._core.text import plural
 from .._draw.look import Look, arrow_label, clusters, drawn, layer_of, named_edges, without_residuals
 from .._draw.style import SIZE, SMALL, Line as Text, Options, box_size, cost, is_argument, scope_label
-from .._fold.cells import SENT
 from .._graph import BACKWARD, Edge, Graph, Node, human
 from .._scopes import common_prefix, paths_of
 from .._searches import order
@@ -133,7 +132,7 @@ class Tree:
 
     def sent_in(self, item: int) -> list[str]:
         """The collectives of a block."""
-        return list(dict.fromkeys(kind for node in self.nodes_in(item) if (kind := self.nodes[node].kind) in SENT))
+        return list(dict.fromkeys(sent for node in self.nodes_in(item) for sent in self.nodes[node].sends))
 
 
 def tree(graph: Graph, options: Options) -> Tree:

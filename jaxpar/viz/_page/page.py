@@ -138,7 +138,7 @@ def _node(tree: Tree, item: int) -> list[Any]:
     node, colour = tree.nodes[item], tree.look.fill(tree.nodes[item])
     kind = "backward" if node.is_backward else "returned" if node.outputs else ""
     # The script reads in the tooltip what is there: name, kind, the first four weights, the source and its line.
-    tip, more = tree.look.tooltip(node), " ".join(style.weights_of_a_copy(node)[4:8])
+    tip, more = tree.look.tooltip(node), " ".join(node.weights[: node.copy_weights][4:8])
     source = tip.split("\n").index(node.source) if node.source else -1
     look = [*tree.size(item), kind, int(tree.is_oval(item)), colour, style.ink(colour)]
     return [*look, _texts(tree, item), tip, more, source]
