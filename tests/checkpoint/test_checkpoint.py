@@ -446,6 +446,7 @@ def frozen_store(params):
 
 
 @needs_peak
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "how", "copies"),
     [
@@ -580,6 +581,7 @@ def test_a_full_disk(tmp_path, full_disk):
 
 
 @needs_peak
+@pytest.mark.slow
 def test_memory_for_a_save_and_a_restore(tmp_path):
     """In a process without a step, after which the C library keeps more of what is freed."""
     call = "import sys, test_checkpoint as t; t.save_and_restore_in_little_memory(sys.argv[1])"

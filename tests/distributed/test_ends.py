@@ -46,7 +46,7 @@ def table(rows, quick):
     return [row if i < quick else pytest.param(row, marks=pytest.mark.slow) for i, row in enumerate(rows)]
 
 
-@pytest.mark.parametrize("source", [*table(ENDS, 4), *table(CAUGHT, 1)])
+@pytest.mark.parametrize("source", [*table(ENDS, 2), *table(CAUGHT, 1)])
 def test_without_a_launcher(tmp_path, source):
     """The server is here, and the process that ends is the only one."""
     status, why = ENDS.get(source, (0, None))

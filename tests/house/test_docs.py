@@ -35,7 +35,7 @@ NOT_RUN = re.compile(r"<!-- not run: (.+) -->\s*$")
 # Pages that compile for one to 26 seconds: the second row runs them.
 NAMES = (
     "a_run_is_a_value async checkpoints cluster coming_from compression data engines evaluate first_model from_mxnet "
-    "own_loops questions recipes same_bits seeing_a_run training tutorial viz your_model"
+    "own_loops plan questions recipes same_bits seeing_a_run training tutorial viz your_model"
 )
 LONG = tuple(f"docs/{name}.md" for name in NAMES.split())
 EXAMPLES = 256

@@ -239,6 +239,7 @@ def test_the_package_alone_does_not_even_load_jax():
     assert printed_by("import sys, jaxpar; print('jax' in sys.modules, jaxpar.__version__)").startswith("False 0.")
 
 
+@pytest.mark.slow
 def test_who_needs_no_mxnet_pictures_or_launcher_loads_none():
     for room, absent in (
         ("kv", "mxnet viz data train"),
@@ -248,6 +249,7 @@ def test_who_needs_no_mxnet_pictures_or_launcher_loads_none():
         assert not {f"jaxpar.{name}" for name in absent.split()} & {*loaded.split()}
 
 
+@pytest.mark.slow
 def test_who_reads_and_writes_no_files_needs_no_libraries_of_files():
     """No room loads one at import, and the store, a picture and `fit` without files run where there is none."""
     printed_by("""

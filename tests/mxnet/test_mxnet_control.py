@@ -134,7 +134,7 @@ def test_a_loop_of_one_output_and_a_branch_in_a_module(tmp_path):
         np.testing.assert_allclose(module["apply"]({}, *inputs, jnp.full(1, p)), expected, rtol=1e-6)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["gru", "lstm", "rnn_tanh"])
 def test_a_layer_of_sequences_of_several_lengths(mode, tmp_path):
     """MXNet's CPU has none. Its cells compute the same by masks: each sequence by itself, and 0 behind it."""

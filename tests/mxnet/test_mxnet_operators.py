@@ -98,6 +98,7 @@ def test_loops_and_branches_compute_what_mxnet_computes(tmp_path):
     compare(LOOPS, tmp_path)
 
 
+@pytest.mark.slow
 def test_boxes_images_and_losses_compute_what_mxnet_computes(tmp_path):
     check_evaluation(COMPUTED_ONCE, *loaded(COMPUTED_ONCE, tmp_path))
 

@@ -195,6 +195,7 @@ def test_the_dense_layer_of_a_module_flattens():
     assert _port_layers.dense(net, jnp.ones((2, 3, 4)), "fc", 5, no_bias=True).tolist() == [[12] * 5] * 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["cells", "attention"])
 def test_lines_that_share_several_values_are_functions(name, tmp_path):
     """A cell gives its output and its memory; a layer of a transformer reads the mask too."""

@@ -628,6 +628,7 @@ def fit(dataset, state=None, **options):
     return run_on(dataset, started() if state is None else state, **options)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("last", "words"), [(3, "from 0 to 3"), (-1, "from -1 to 0")])
 def test_labels_out_of_range(last, words):
     wrong = data.Dataset(IMAGES, np.array([0] * 7 + [last]))

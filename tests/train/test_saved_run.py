@@ -447,7 +447,8 @@ def one_leaf_lost(params, batch, rng):
     return plain_loss({**params, "out": out}, batch, rng)
 
 
-@pytest.mark.parametrize("loss", [plain_loss, mean_for_sum, pytest.param(one_leaf_lost, marks=pytest.mark.slow)])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("loss", [mean_for_sum, plain_loss, one_leaf_lost])
 def test_a_bug_is_told_from_rounding(loss, tmp_path):
     runs = []
     for count, loss_fn in ((1, plain_loss), (4, loss)):
@@ -546,9 +547,8 @@ UNDOES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [n if n[0] == "a" and "iterator" in n else pytest.param(n, marks=pytest.mark.slow) for n in UNDOES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNDOES)
 def test_spikes_are_undone(name, tmp_path, capsys):
     seen = []
     undo = train.Undo(window=10, every=8)

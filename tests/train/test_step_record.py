@@ -37,7 +37,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_the_norms_of_gradients_and_updates(options):
     where = {"devices": jax.devices()[:4]}

@@ -420,7 +420,7 @@ GUARDED = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", GUARDED)
 def test_what_chooses_checks_or_reports_is_no_update(name):
     """There was a box "jaxpar.finish_step" with the gradients of all layers, or "jaxpar.rotate_queue"."""
@@ -512,7 +512,7 @@ VIRTUAL = [
 ]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("shards", "rows", "options"), VIRTUAL)
 def test_a_step_over_virtual_shards_is_drawn_as_one_program(shards, rows, options):
     """It was an error, as the host starts several programs."""

@@ -297,6 +297,7 @@ FIRST_VIEWS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FIRST_VIEWS)
 def test_the_first_view_of_the_page_is_the_picture(name):
     """The same boxes are closed. The layers of a network are in the same frames."""
