@@ -24,11 +24,12 @@ from .marks import LINE, Line, Point, curve, label, line, node, size
 from .phases import changes_params
 from .words import cost, edge_text, layer_lines, tooltip, weights_text
 
-_GAP, _LANE = 26.0, 12.0  # points
+_GAP, _NEAR, _LANE = 26.0, 19.0, 12.0  # points: between boxes, between rows of lower boxes, between ways
 _FITS, _TOO_MUCH = "#d6e4f2", "#d7301f"
 _AGAIN = "#1f6feb"
-_TALLEST = 150.0  # points, of the box with the most live bytes
-_CAPTION = 75.0  # points, of its lines
+_TALLEST = 150.0  # points, of the box with the most live bytes. Less where a screen is too low for that
+_LOWEST = LINE + 3  # points, of a box with a line of its name and its bytes
+_MARGIN = 8.0  # points, Graphviz's around everything
 _CARDS = 4  # at most that many are drawn
 _RESULTS = "results"  # the box with the names of the metrics
 _MOST_RESULTS = 4  # names in it
@@ -108,13 +109,27 @@ class _Drawing:
         for collective in (collective for collective in graph.collectives if collective.devices > 1):
             layers = collective.layers if collective.phase == "gradients" else collective.layers[:1]
             self._sends.setdefault((collective.phase, layers), []).append(collective)
-        self.rows: dict[str, Row] = {layer.name: self._row_of(layer) for layer in graph.layers}  # from below
+        names = {layer.name for layer in graph.layers}
+        inputs = (e.source for e in graph.edges if e.phase == "forward" and e.source not in names)
+        self.inputs = dict.fromkeys(inputs)
+        self.bottom = -LINE - 30.0 * max(len(self.inputs), 1)  # of what a device has alone
+        self._place_all(_TALLEST)
+        if self.by_memory:
+            # Lower boxes, where they are too high for a screen. The lowest one has room for a line: a box that is
+            # higher than its bytes would say something wrong.
+            least = min((part.peak for part in costs if part.peak), default=1)
+            lowest = min(_TALLEST, _LOWEST * self.peak / least)
+            for share in range(9, -1, -1):
+                if self.height() <= HIGHEST:
+                    break
+                self._place_all(lowest + (_TALLEST - lowest) * share / 10)
+
+    def _place_all(self, tallest: float) -> None:
+        self.tallest = tallest  # points, of the box with the most live bytes
+        self.rows: dict[str, Row] = {layer.name: self._row_of(layer) for layer in self.graph.layers}  # from below
         self.x, self.width = dict[str, float](), dict[str, float]()  # the middle of each column, and of its boxes
         self.lanes: dict[tuple[str, str, str], float] = {}  # of edges that pass rows, by phase, source and target
         self.knee = self.top = self.right = 0.0  # where the words beside the edges between gradients end; of the whole
-        inputs = (e.source for e in graph.edges if e.phase == "forward" and e.source not in self.rows)
-        self.inputs = dict.fromkeys(inputs)
-        self.bottom = -LINE - 30.0 * max(len(self.inputs), 1)  # of what a device has alone
         self._place_rows()
         self._place_updates()
         self._place_columns({phase: self._place_lanes(phase) for phase in ("forward", "backward")})
@@ -140,17 +155,30 @@ class _Drawing:
         return [(f"{bucket.kind} together", "sent"), (cut(f"with {bucket.layers[0]}", 18), "sent")] if bucket else []
 
     def _row_of(self, layer: StepLayer) -> Row:
-        options = self.options
         return Row(
             layer,
-            forward=layer_lines(layer, layer.forward, options, backward=False),
-            backward=layer_lines(layer, layer.backward, options, backward=True) if layer.backward else [],
+            forward=self._lines(layer, layer.forward, backward=False),
+            backward=self._lines(layer, layer.backward, backward=True) if layer.backward else [],
             band=self._band_text(layer),
             above=self._leaving("forward", layer),
             below=self._leaving("backward", layer),
             gather=self._gathered(layer),
             gradients=self._sent("gradients", (layer.name,)),
         )
+
+    def _lines(self, layer: StepLayer, part: StepPart, *, backward: bool) -> list[Line]:
+        """The lines of a box. One as high as its bytes has room for its name and its bytes first."""
+        lines = layer_lines(layer, part, self.options, backward=backward)
+        if not self.by_memory or part.peak is None:
+            return lines
+        room, live = self._live(part), human(part.peak, "B")
+        while size(lines)[1] > room and len(lines) > 2:
+            lines.remove(next(line for line in reversed(lines) if line[0] != f"{live} live"))
+        return lines if size(lines)[1] <= room else [(f"{lines[0][0]}, {live}", "plain")]
+
+    def _live(self, part: StepPart) -> float:
+        """How high the bytes are that are live while a part runs."""
+        return self.tallest * (part.peak or 0) / self.peak if self.by_memory and self.peak else 0.0
 
     def _band_text(self, layer: StepLayer) -> list[Line]:
         """The lines of a layer's cell of the band."""
@@ -167,7 +195,7 @@ class _Drawing:
             row.height = max(*heights, *(size(lines)[1] for lines in boxes))
             row.halves = heights[0] / 2, heights[1] / 2
             lines = max(len(below.above) if below else 1, len(row.below))
-            y += _GAP + LINE * lines + row.height / 2
+            y += (_GAP if self.tallest == _TALLEST else _NEAR) + LINE * lines + row.height / 2
             row.y = y
             y += row.height / 2
             below = row
@@ -181,10 +209,10 @@ class _Drawing:
 
     def _height(self, lines: list[Line], part: StepPart | None) -> float:
         """Of a box: that of its lines, or that of the bytes that are live."""
-        if not lines:
-            return 0.0
-        tall = _TALLEST * (part.peak or 0) / self.peak if self.by_memory and part is not None and self.peak else 0.0
-        return max(size(lines)[1], tall)
+        live = self._live(part) if part is not None else 0.0
+        if live and len(lines) == 1:
+            return max(_LOWEST, live)
+        return max(size(lines)[1], live) if lines else 0.0
 
     def _ways_up(self) -> list[StepEdge]:
         """The edges of the forward pass, and those to the results, one from each layer."""
@@ -293,7 +321,7 @@ class _Drawing:
         self.boxes |= {one.name: [one] for one in updates if one.name in self.behind}
         for name, layers in self.boxes.items():
             first = layers[0]
-            lines = layer_lines(first, first.forward, self.options, backward=False)
+            lines = self._lines(first, first.forward, backward=False)
             if len(layers) > 1:
                 kinds = list(dict.fromkeys(own_name(Node(one.name, one.op)) or one.op for one in layers))
                 lines = [
@@ -316,7 +344,7 @@ class _Drawing:
 
     def height(self) -> float:
         """Of all of it, in points."""
-        return self._highest() - self.bottom + LINE + 12 + _CAPTION
+        return self._highest() - self.bottom + LINE + 12 + size(self._caption_lines())[1] + _MARGIN
 
     def _highest(self) -> float:
         """Where everything ends, and the way of moved parameters is."""
@@ -560,6 +588,12 @@ class _Drawing:
 
     def _caption(self) -> str:
         """The title and the totals, below everything."""
+        lines = self._caption_lines()
+        wide, high = size(lines)
+        at = self.right / 2, self.bottom - LINE - 12 - high / 2
+        return node("caption", at, (wide, high), label=label(lines, self.theme.text), shape="plaintext", style="")
+
+    def _caption_lines(self) -> list[Line]:
         elsewhere = [
             collective
             for collective in self.graph.collectives
@@ -580,10 +614,7 @@ class _Drawing:
             texts += [f"red: above {human(self.limit, 'B')}"] if self.limit is not None else []
         texts += ["dashed: the program names no layer that these sums are of"] if self.unnamed else []
         texts += [f"elsewhere in the step: {text}" for text in sends_text(elsewhere, self.mesh)]
-        lines: list[Line] = [(self.title, "big"), *((text, "plain") for text in texts)]
-        wide, high = size(lines)
-        at = self.right / 2, self.bottom - LINE - 12 - high / 2
-        return node("caption", at, (wide, high), label=label(lines, self.theme.text), shape="plaintext", style="")
+        return [(self.title, "big"), *((text, "plain") for text in texts)]
 
 
 def _half(row: Row, up: bool) -> float:
