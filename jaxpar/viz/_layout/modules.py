@@ -92,7 +92,7 @@ def _calls(layers: list[Layer], depth: int) -> list[list[Layer]]:
 
 
 def _modules_entered(call: list[Layer], depth: int, around: list[str]) -> list[tuple[int, str]]:
-    """The modules that a call goes into: what its parameters share, where it reads them at several places.
+    """The modules that a call goes into: what its parameters share, where it reads several modules of that.
 
     Another is a wrapper, which is of a module only where the calls inside are fewer than the modules on the path.
     """
@@ -102,7 +102,8 @@ def _modules_entered(call: list[Layer], depth: int, around: list[str]) -> list[t
         return []
     new = shared[len(around) :]
     innermost = any(len(layer.frames) == depth + 1 for layer in anchors)
-    if not innermost and len({_place(layer, depth) for layer in anchors}) < 2:
+    reads = itertools.groupby(anchors, lambda layer: _place(layer, depth))
+    if not innermost and len({common_prefix([layer.path or () for layer in group]) for _, group in reads}) < 2:
         spare = [len(layer.path or ()) - len(around) - _methods(layer.frames[depth:]) + 1 for layer in anchors]
         new = new[: max(0, min(spare))] if _is_method(call[0].frames[depth]) else ()
     return [(depth, name) for name in new]

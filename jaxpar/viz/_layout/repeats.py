@@ -182,7 +182,7 @@ class _Pass:
                 draft.scope for draft in self.layers if draft.at not in self.into and draft not in copies[0]
             )
             beside = {scope[len(shared)] for scope in scopes_beside if scope[: len(shared)] == shared != scope}
-            named = [scope[len(shared)] for scope in owns if len(scope) > len(shared)]
+            named = [module for copy in copies if (module := _module_of(copy, len(shared))) is not None]
             are_named = len(named) == len(copies)
             label = name_copies(named, beside) if are_named else _label(self.net, copies, shared, beside)
             block = (*shared, unique(label, beside.__contains__))
@@ -242,6 +242,13 @@ def _is_row(wires: _Wires) -> bool:
     read_by = readers(reads)
     ends = {at for wires_of in wires for kind, at in wires_of if kind.startswith("back")}
     return any(2 * len(reach(reads[end], reads) & reach(read_by.get(end, ()), read_by)) >= len(wires) for end in ends)
+
+
+def _module_of(copy: list[Draft], depth: int) -> Scope | None:
+    """The scope that a copy is in, but for steps without parameters beside it."""
+    scopes = {draft.scope[depth] for draft in copy if len(draft.scope) > depth}
+    is_all = not any(draft.weights for draft in copy if len(draft.scope) <= depth)
+    return scopes.pop() if len(scopes) == 1 and is_all else None
 
 
 def _label(net: Net, copies: list[list[Draft]], shared: Path, beside: set[Scope]) -> Scope:
