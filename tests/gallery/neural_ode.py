@@ -13,7 +13,7 @@ def init():
     return {
         "stem": conv(1, CHANNELS),
         "downsample": conv(CHANNELS, CHANNELS),
-        "dynamics": [conv(CHANNELS + 1, CHANNELS), conv(CHANNELS + 1, CHANNELS)],
+        "dynamics": {"conv1": conv(CHANNELS + 1, CHANNELS), "conv2": conv(CHANNELS + 1, CHANNELS)},
         "out": {"w": jnp.zeros((CHANNELS, 10)), "b": jnp.zeros(10)},
     }
 
@@ -28,10 +28,9 @@ def conv2d(params, x, stride=1):
 
 def dynamics(params, y, t):
     """dy/dt: two convolutions that see the time as one more channel."""
-    for layer in params:
-        time = jnp.full((*y.shape[:-1], 1), t)
-        y = jnp.tanh(conv2d(layer, jnp.concatenate([y, time], axis=-1)))
-    return y
+    time = jnp.full((*y.shape[:-1], 1), t)
+    y = jnp.tanh(conv2d(params["conv1"], jnp.concatenate([y, time], axis=-1)))
+    return jnp.tanh(conv2d(params["conv2"], jnp.concatenate([y, time], axis=-1)))
 
 
 def rk4_step(f, y, t, dt):

@@ -273,3 +273,96 @@ def test_a_step_has_the_names_and_frames_of_the_network():
     assert names <= set(step)
     assert not [word for word in step if re.fullmatch(r"[a-z]+\d+|(.+) \1 .*", word)]
     assert re.fullmatch(r"\d+ arrays", step[step.index("Adam") + 1])
+
+
+# A module that a function calls again and again: the function is not the module, and what it adds is not in it.
+
+
+def _plain_field():
+    def field(params, y, t):
+        y = jnp.tanh((y + t) @ params["first"]["w"])
+        return jnp.tanh(y @ params["second"]["w"])
+
+    params = {"head": {"w": SQUARE}, "field": {"first": {"w": SQUARE}, "second": {"w": SQUARE}}}
+    return field, params, lambda params: params["field"]
+
+
+class _NnxField(nnx.Module):
+    def __init__(self):
+        self.first, self.second = (nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0)) for _ in range(2))
+
+    def __call__(self, y, t):
+        for layer in (self.first, self.second):
+            y = jnp.tanh(layer(y + t))
+        return y
+
+
+class _NnxNet(nnx.Module):
+    def __init__(self):
+        self.head, self.field = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0)), _NnxField()
+
+
+def _nnx_field():
+    return lambda field, y, t: field(y, t), _NnxNet(), lambda net: net.field
+
+
+class _EqxField(eqx.Module):
+    first: eqx.nn.Linear
+    second: eqx.nn.Linear
+
+    def __call__(self, y, t):
+        return jnp.tanh(self.second(jnp.tanh(self.first(y + t))))
+
+
+def _eqx_field():
+    layers = [eqx.nn.Linear(16, 16, use_bias=False, key=jax.random.key(0)) for _ in range(3)]
+    call = lambda field, y, t: jax.vmap(field, (0, None))(y, t)  # noqa: E731
+    return call, {"head": layers[2], "field": _EqxField(*layers[:2])}, lambda net: net["field"]
+
+
+@pytest.mark.parametrize("make", [_plain_field, _nnx_field, _eqx_field])
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_function_that_calls_one_module_again_is_not_the_module(make, loop):
+    """All of a Runge-Kutta step was one frame "field". Its repeat was called as the layers, "conv ×3"."""
+    call, net, of = make()
+
+    def rk4(field, y, t):
+        k1 = call(field, y, t)
+        k2 = call(field, y + 0.5 * k1, t + 0.5)
+        k3 = call(field, y + 0.5 * k2, t + 0.5)
+        k4 = call(field, y + k3, t + 1.0)
+        return y + (k1 + 2 * k2 + 2 * k3 + k4) / 6
+
+    def apply(net, y):
+        y = jax.lax.fori_loop(0, 5, lambda i, y: rk4(of(net), y, 1.0 * i), y) if loop else rk4(of(net), y, 0.0)
+        head = net["head"] if isinstance(net, dict) else net.head
+        if isinstance(head, eqx.Module):
+            return jax.vmap(head)(y)
+        return y @ head["w"] if isinstance(head, dict) else head(y)
+
+    around = ("scan ×5",) if loop else ()
+    graph = viz.trace(apply, net, Spec((4, 16), f32), repeats=False)
+    calls = [(*around, name) for name in ("field", "field (2)", "field (3)", "field (4)")]
+    assert [scope for scope in dict.fromkeys(scopes(graph, "FullyConnected")) if scope] == calls
+    assert all(scope in [around, ()] for scope in scopes(graph, "add"))
+    assert [
+        count for scope, count in viz.trace(apply, net, Spec((4, 16), f32)).scopes if scope == (*around, "field ×3")
+    ] == [3]
+
+
+def test_a_module_that_is_called_twice_beside_each_other_is_two_frames():
+    """Two inputs through one encoder, as in a contrastive loss. The distance is in neither."""
+
+    def encoder(params, x):
+        return jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"])
+
+    def distance(params, x, y):
+        return jnp.square(encoder(params["encoder"], x) - encoder(params["encoder"], y)).sum()
+
+    def loss(params, x, y):
+        return distance(params, x @ params["stem"], y @ params["stem"])
+
+    params = {"stem": SQUARE, "encoder": {"a": SQUARE, "b": SQUARE}}
+    graph = viz.trace(loss, params, Spec((4, 16), f32), Spec((4, 16), f32))
+    assert list(dict.fromkeys(node.scope for node in graph.layers)) == [(), ("encoder",), ("encoder (2)",)]
+    assert scopes(graph, "Loss") == [()]
