@@ -354,7 +354,7 @@ def test_a_module_that_is_called_twice_beside_each_other_is_two_frames():
     """Two inputs through one encoder, as in a contrastive loss. The distance is in neither."""
 
     def encoder(params, x):
-        return jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"])
+        return jnp.tanh(jnp.tanh(x @ params["a"]["w"]) @ params["b"]["w"])
 
     def distance(params, x, y):
         return jnp.square(encoder(params["encoder"], x) - encoder(params["encoder"], y)).sum()
@@ -362,7 +362,57 @@ def test_a_module_that_is_called_twice_beside_each_other_is_two_frames():
     def loss(params, x, y):
         return distance(params, x @ params["stem"], y @ params["stem"])
 
-    params = {"stem": SQUARE, "encoder": {"a": SQUARE, "b": SQUARE}}
+    params = {"stem": SQUARE, "encoder": {"a": {"w": SQUARE}, "b": {"w": SQUARE}}}
     graph = viz.trace(loss, params, Spec((4, 16), f32), Spec((4, 16), f32))
     assert list(dict.fromkeys(node.scope for node in graph.layers)) == [(), ("encoder",), ("encoder (2)",)]
     assert scopes(graph, "Loss") == [()]
+
+
+def test_a_function_that_calls_a_helper_again_is_its_module():
+    """Where a module has no modules inside, what reads its params again and again are steps of it."""
+
+    def linear(w, x):
+        return x @ w
+
+    def cell(params, h, x):
+        return jnp.tanh(linear(params["h"], h) + linear(params["x"], x))
+
+    def rnn(params, x):
+        h = cell(params, jnp.zeros_like(x), x)
+        h = cell(params, 2 * h, x + 1)
+        return jnp.cos(h)
+
+    def attention(params, x):
+        q, k, v = (linear(params["q"], x), linear(params["k"], x), linear(params["v"], x))
+        return jnp.cos(linear(params["out"], jnp.sin(q @ k.T) @ v))
+
+    def apply(params, x):
+        return linear(params["head"], attention(params["attention"], rnn(params["rnn"], x)))
+
+    params = {"rnn": {"h": SQUARE, "x": SQUARE}, "attention": dict.fromkeys(["q", "k", "v", "out"], SQUARE)}
+    graph = viz.trace(apply, {**params, "head": SQUARE}, Spec((4, 16), f32))
+    assert {node.scope for node in graph.layers} == {("rnn",), ("attention",), ()}
+    assert scopes(graph, "cos") == [("rnn",), ("attention",)]
+    assert [node.name for node in graph.layers if node.scope == ()] == ["head"]
+
+
+def _inner_scan(params, x):
+    return jax.lax.scan(lambda x, _: (jnp.tanh(x @ params["a"] @ params["b"]), None), x, length=5)[0]
+
+
+def _inner_remat(params, x):
+    return jax.checkpoint(lambda params, x: jnp.tanh(x @ params["a"]) @ params["b"])(params, x)
+
+
+@pytest.mark.parametrize(("inner", "frame"), [(_inner_scan, "scan ×5"), (_inner_remat, "remat")])
+def test_copies_of_a_loop_and_steps_beside_it_are_called_as_their_module(inner, frame):
+    """The loop keeps its own count."""
+
+    def apply(params, x):
+        for layer in params["layers"]:
+            x = x + 2 * jnp.sin(inner(layer, x))
+        return x @ params["head"]
+
+    graph = viz.trace(apply, {"layers": [{"a": SQUARE, "b": SQUARE}] * 4, "head": SQUARE}, Spec((4, 16), f32))
+    assert [scope[:2] for scope in scopes(graph, "FullyConnected")] == [("layers ×4", frame)] * 2 + [()]
+    assert scopes(graph, "sin") == [("layers ×4",)]

@@ -34,6 +34,7 @@ class Layer:
     path: _Path | None  # the modules of its parameters. None where it has none with a name.
     scope: Path  # the named scopes and regions around it
     levels: tuple[int, ...]  # how many frames are around each of these. -1 for unknown.
+    weights: frozenset[int]  # the parameters that it reads
     # what is found: each module, and the frame that calls it
     modules: list[tuple[int, str]] = field(default_factory=list)
 
@@ -92,9 +93,10 @@ def _calls(layers: list[Layer], depth: int) -> list[list[Layer]]:
 
 
 def _modules_entered(call: list[Layer], depth: int, around: list[str]) -> list[tuple[int, str]]:
-    """The modules that a call goes into: what its parameters share, where it reads several modules of that.
+    """The modules that a call goes into: what its parameters share, where it reads them at several places.
 
-    Another is a wrapper, which is of a module only where the calls inside are fewer than the modules on the path.
+    Another is a wrapper, or calls one module again and again. It is of a module only where the calls inside are fewer
+    than the modules on the path.
     """
     anchors = [layer for layer in call if layer.path is not None]
     shared = common_prefix([layer.path for layer in anchors if layer.path is not None])
@@ -102,8 +104,12 @@ def _modules_entered(call: list[Layer], depth: int, around: list[str]) -> list[t
         return []
     new = shared[len(around) :]
     innermost = any(len(layer.frames) == depth + 1 for layer in anchors)
-    reads = itertools.groupby(anchors, lambda layer: _place(layer, depth))
-    if not innermost and len({common_prefix([layer.path or () for layer in group]) for _, group in reads}) < 2:
+    read_at: dict[object, set[int]] = {}
+    for layer in anchors:
+        read_at.setdefault(_place(layer, depth), set()).update(layer.weights)
+    # Places that read the same call one module again, unless it has no modules inside: then they call a helper of it.
+    calls_again = len(set(map(frozenset, read_at.values()))) < 2 and any(layer.path != shared for layer in anchors)
+    if not innermost and (len(read_at) < 2 or calls_again):
         spare = [len(layer.path or ()) - len(around) - _methods(layer.frames[depth:]) + 1 for layer in anchors]
         new = new[: max(0, min(spare))] if _is_method(call[0].frames[depth]) else ()
     return [(depth, name) for name in new]
@@ -252,7 +258,7 @@ def _layer(cells: Cells, first: int, draft: Draft, frames: tuple[Frame, ...]) ->
     longest = max(paths, key=len, default=())
     if path is not None and not draft.borrowed and all(longest[: len(outer)] == outer for outer in paths):
         path = longest  # a param of a module around it, such as learned queries, is read inside
-    return Layer(frames, path, draft.scope, levels[: len(draft.scope)])
+    return Layer(frames, path, draft.scope, levels[: len(draft.scope)], frozenset(draft.weights))
 
 
 _PRODUCTS = frozenset(("FullyConnected", "Convolution", "Deconvolution", "Embedding"))

@@ -245,10 +245,13 @@ def _is_row(wires: _Wires) -> bool:
 
 
 def _module_of(copy: list[Draft], depth: int) -> Scope | None:
-    """The scope that a copy is in, but for steps without parameters beside it."""
+    """The scope that a copy is in. Steps without parameters may be beside a module, but not beside a loop."""
     scopes = {draft.scope[depth] for draft in copy if len(draft.scope) > depth}
-    is_all = not any(draft.weights for draft in copy if len(draft.scope) <= depth)
-    return scopes.pop() if len(scopes) == 1 and is_all else None
+    beside = [draft for draft in copy if len(draft.scope) <= depth]
+    if len(scopes) != 1 or any(draft.weights for draft in beside):
+        return None
+    scope = scopes.pop()
+    return None if beside and (scope.is_region or scope.times is not None) else scope
 
 
 def _label(net: Net, copies: list[list[Draft]], shared: Path, beside: set[Scope]) -> Scope:
