@@ -248,7 +248,7 @@ def trained(folder, source):
     return keep, restored.params, matrix, outputs, train.evaluate(resumed.params, apply, pictures(10), batch_size=4)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "source"), [("explicit2d", "arrays"), ("explicit", "arrays"), ("explicit", "a loader")]
 )

@@ -513,7 +513,7 @@ VIRTUAL = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("shards", "rows", "options"), VIRTUAL)
 def test_a_step_over_virtual_shards_is_drawn_as_one_program(shards, rows, options):
     """It was an error, as the host starts several programs."""

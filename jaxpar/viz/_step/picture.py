@@ -7,6 +7,7 @@ loss and the metrics above them. Behind the columns that each device computes al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -167,14 +168,9 @@ class _Drawing:
         )
 
     def _lines(self, layer: StepLayer, part: StepPart, *, backward: bool) -> list[Line]:
-        """The lines of a box. One as high as its bytes has room for its name and its bytes first."""
-        lines = layer_lines(layer, part, self.options, backward=backward)
-        if not self.by_memory or part.peak is None:
-            return lines
-        room, live = self._live(part), human(part.peak, "B")
-        while size(lines)[1] > room and len(lines) > 2:
-            lines.remove(next(line for line in reversed(lines) if line[0] != f"{live} live"))
-        return lines if size(lines)[1] <= room else [(f"{lines[0][0]}, {live}", "plain")]
+        """The lines of a box, as many as there is room for where it is as high as its bytes."""
+        room = self._live(part) if self.by_memory and part.peak is not None else math.inf
+        return layer_lines(layer, part, self.options, backward=backward, room=room)
 
     def _live(self, part: StepPart) -> float:
         """How high the bytes are that are live while a part runs."""

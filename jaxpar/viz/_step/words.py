@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from .._draw import style
 from .._draw.style import Options, cut, own_name
 from .._graph import Node, human
 from .graph import StepArgument, StepEdge, StepLayer, StepPart, spec_text
-from .marks import Line
+from .marks import Line, size
 
 
 def tooltip(layer: StepLayer, part: StepPart) -> str:
@@ -31,8 +32,13 @@ def weights_text(layer: StepLayer, arguments: Iterable[StepArgument]) -> list[Li
     return [(text, "plain") for text in (f"{layer.params:,} params", *list(specs)[:2])]
 
 
-def layer_lines(layer: StepLayer, part: StepPart, options: Options, *, backward: bool) -> list[Line]:
-    """The lines of a box. A layer is called as in `plot_network`."""
+def layer_lines(
+    layer: StepLayer, part: StepPart, options: Options, *, backward: bool, room: float = math.inf
+) -> list[Line]:
+    """The lines of a box. A layer is called as in `plot_network`.
+
+    Where the lines need more than `room`, in points, its name and its live bytes stay, at least as one line.
+    """
     name = own_name(Node(layer.name, layer.op, layer.detail, scope=layer.scope))
     op = "on a condition" if layer.op == "cond" else layer.op
     if backward:
@@ -44,9 +50,15 @@ def layer_lines(layer: StepLayer, part: StepPart, options: Options, *, backward:
     if heat == "seconds" and part.seconds is not None:
         lines.append((human_seconds(part.seconds), "plain"))
     lines += [(f"{part.flops_per_byte:.3g} FLOP/B", "plain")] if heat == "flop/byte" else []
-    lines += [(f"{human(part.peak, 'B')} live", "plain")] if by_memory and part.peak is not None else []
+    # A box as high as its bytes may be too low for all lines. Its frame says too what is computed again.
+    amount = human(part.peak, "B") if by_memory and part.peak is not None else ""
+    live = (f"{amount} live", "plain")
+    lines += [live] if amount else []
     lines += [("computed again (remat)", "plain")] if options.height == "memory" and backward and part.again else []
-    return [line for line in lines if line[0]]
+    lines = [line for line in lines if line[0]]
+    while size(lines)[1] > room and len(lines) > 2:
+        lines.remove(next(line for line in reversed(lines) if line != live))
+    return lines if size(lines)[1] <= room else [(f"{lines[0][0]}, {amount}", "plain")]
 
 
 def cost(part: StepPart, heat: str | None) -> float:
